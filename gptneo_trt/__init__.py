@@ -1,0 +1,26 @@
+"""Build GPT-Neo with TensorRT and measure what each variant loses; one verb a module.
+
+errors          the error tree
+data            what travels between the stages
+variants        what can be built, as rows
+checkpoint      hub id, folder, bundled or random -> Checkpoint
+texts           text -> token ids with hashes and counts
+reference       Checkpoint -> Hugging Face model -> logits
+calibrate       Hugging Face model, tokens -> Scales
+backend         which TensorRT is here, and what differs between its flavours
+layers          pieces of a network: linear, layer norm, attention, quantize-dequantize
+network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
+inspection      INetworkDefinition -> which projections are quantized
+plans           network -> plan, in a child process; the plan cache
+plan_worker     the child process
+interpreter     INetworkDefinition -> executor on PyTorch, anywhere
+operators       what each TensorRT layer computes, in PyTorch
+decoder         tokens -> logits, K and V, through prefill or decode
+metrics         logits, logits, tokens -> Metrics
+baselines       Metrics <-> baselines/; differences
+verdicts        value, limit, baseline -> Cell
+report          Cells -> terminal table and results.json
+
+Nothing is imported here: ``gptneo_trt.metrics`` must load where neither torch,
+transformers, modelopt nor TensorRT is installed.
+"""

@@ -1,0 +1,241 @@
+"""What travels between the stages: frozen dataclasses over numpy arrays, and nothing else.
+
+Axes: N texts, T tokens, V vocabulary, C channels, H heads, D head width, F feed-forward.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Hold what the GPT-Neo graph needs of a ``config.json``.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: C.
+        num_heads: H.
+        intermediate_size: F.
+        max_positions: rows of the position table.
+        window_size: a local layer's query at i sees keys j with 0 <= i - j < window_size.
+        attention_layers: one of "global" or "local" a layer.
+        activation: Hugging Face's name, "gelu_new", "gelu" or "relu".
+        layer_norm_epsilon: added to the variance.
+        tied_head: whether the head is ``transformer.wte.weight``.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int
+    window_size: int
+    attention_layers: tuple[str, ...]
+    activation: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    tied_head: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of transformer blocks."""
+        return len(self.attention_layers)
+
+    @property
+    def head_width(self) -> int:
+        """Return D, channels a head."""
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Hold a configuration, its weights and where the tokenizer is.
+
+    Attributes:
+        name: as asked for: "bundled", a hub id, a folder, or "random:gpt-neo-125m".
+        revision: commit of the hub, or "" where there is none.
+        architecture: shapes and switches.
+        weights: Hugging Face parameter name -> float32 or float16 array. Linear weights are
+            [out, in] as stored by PyTorch. ``lm_head.weight`` is present only when untied.
+        sha256: over architecture and weights (names, types, shapes, bytes).
+        tokenizer_file: ``tokenizer.json``, or None for a random checkpoint.
+        files: names of the files that were read, for the report.
+        notes: what the loader left out or renamed, a line each.
+    """
+
+    name: str
+    revision: str
+    architecture: Architecture
+    weights: Mapping[str, np.ndarray]
+    sha256: str
+    tokenizer_file: Path | None = None
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_quality(self) -> bool:
+        """Return whether logits mean anything: not for seeded random weights."""
+        return not self.name.startswith("random:")
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """Hold tokenized texts, with what a comparison of two runs must agree on.
+
+    Attributes:
+        name: "prose", "questions", "prompts" or "calibration".
+        source: bundled file name, or hub id, configuration and split.
+        token_ids: N arrays, int32 [T] each.
+        scored: "every" position, or the "last" one only.
+        sha256: of the joined raw text, UTF-8.
+        join: how rows were joined into the hashed text, for example ``"\\n\\n"``.
+        tokenizer_sha256: of ``tokenizer.json``.
+        window: tokens a text at most.
+    """
+
+    name: str
+    source: str
+    token_ids: tuple[np.ndarray, ...]
+    scored: str
+    sha256: str
+    join: str
+    tokenizer_sha256: str
+    window: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens over all texts."""
+        return sum(len(ids) for ids in self.token_ids)
+
+    def key(self) -> dict[str, str | int]:
+        """Return what must be equal before two results on this text are compared."""
+        return {
+            "text": self.name,
+            "sha256": self.sha256,
+            "join": self.join,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "window": self.window,
+            "texts": len(self.token_ids),
+            "tokens": self.tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Hold the calibrated activation ranges.
+
+    Attributes:
+        activation_amax: module path, for example ``transformer.h.0.mlp.c_fc`` -> largest
+            absolute value of its input, float32, finite and positive.
+        method: "max".
+        checkpoint_sha256: of the checkpoint whose activations were seen.
+        text_sha256: of the calibration text.
+        tokens: calibration tokens seen.
+        modelopt_version: version of nvidia-modelopt.
+        notes: fallbacks taken, a line each.
+    """
+
+    activation_amax: Mapping[str, float]
+    method: str
+    checkpoint_sha256: str
+    text_sha256: str
+    tokens: int
+    modelopt_version: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Hold what a network gave for a set of equally long texts.
+
+    Attributes:
+        logits: float32 [N, T, V], before softmax.
+        keys: float32 [N, L, H, T, D], the K rows of every layer.
+        values: float32 [N, L, H, T, D], the V rows of every layer.
+    """
+
+    logits: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenMetrics:
+    """Hold what was measured a token, in scoring order; M scored positions.
+
+    Attributes:
+        kl_nats: float64 [M], KL(reference || obtained) over the full vocabulary.
+        nll_nats: float64 [M], of the true next token under the obtained logits; NaN where
+            the text has no next token.
+        reference_nll_nats: float64 [M], the same under the reference.
+        top1: bool [M], the same most likely token (the first index wins a tie).
+        text: int32 [M], index of the text: the block of the bootstrap.
+    """
+
+    kl_nats: np.ndarray
+    nll_nats: np.ndarray
+    reference_nll_nats: np.ndarray
+    top1: np.ndarray
+    text: np.ndarray
+    tied_top1: np.ndarray
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Hold the statistics of one variant, phase, text set and reference.
+
+    Attributes:
+        values: metric name with its unit -> value, see ``metrics.summarize``.
+        tokens: what they were computed from.
+    """
+
+    values: Mapping[str, float]
+    tokens: TokenMetrics
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Hold one judged figure of the report.
+
+    Attributes:
+        variant: row name.
+        phase: "prefill", "decode" or "both".
+        metric: name with unit, for example "kl_mean_nats".
+        obtained: what was measured, None when it was not.
+        limit: the bound used, None where there is none.
+        baseline: the stored value, None where there is none.
+        verdict: "passed", "failed", "inconclusive" or "not measured".
+        reason: one sentence.
+    """
+
+    variant: str
+    phase: str
+    metric: str
+    obtained: float | str | None
+    limit: float | str | None
+    baseline: float | None
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Hold where, when and from what a figure comes.
+
+    Attributes:
+        target: for example "cpu/tensorrt_rtx-1.6.1.120".
+        commit: of this repository, with "-dirty" when files differ from it.
+        date: UTC, ISO 8601.
+        command: as typed.
+        versions: package -> version.
+        machine: processor, cores and threads, or the GPU.
+    """
+
+    target: str
+    commit: str
+    date: str
+    command: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""

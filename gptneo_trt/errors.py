@@ -1,0 +1,51 @@
+"""Errors of the library, one a stage; every message names the thing and the remedy.
+
+GptNeoTrtError
+├── CheckpointError    a checkpoint, a tokenizer or a text cannot be used
+├── VariantError       a row quantizes nothing, or names what does not exist
+├── CalibrationError   a scale is missing, not finite or not positive
+├── BuildError         TensorRT refused, crashed or hung while building a plan
+├── RunError           a network or an engine cannot be evaluated
+├── MetricError        arrays that cannot be compared
+└── BaselineError      a stored measurement is missing, corrupt or of something else
+"""
+
+
+class GptNeoTrtError(Exception):
+    """Base of every error that the library raises on purpose."""
+
+
+class CheckpointError(GptNeoTrtError):
+    """A checkpoint, a tokenizer or a text is missing, malformed or unsupported."""
+
+
+class VariantError(GptNeoTrtError):
+    """A variant row quantizes nothing, or names an unknown projection, layer or type."""
+
+
+class CalibrationError(GptNeoTrtError):
+    """Calibration produced no scale, or one that is not finite and positive."""
+
+
+class BuildError(GptNeoTrtError):
+    """TensorRT refused, crashed or hung while a network or a plan was built.
+
+    Attributes:
+        log: TensorRT's own warning and error lines, in order.
+    """
+
+    def __init__(self, message: str, log: tuple[str, ...] = ()) -> None:
+        super().__init__("\n".join((message, *(f"  TensorRT: {line}" for line in log))))
+        self.log = log
+
+
+class RunError(GptNeoTrtError):
+    """A network or an engine cannot be evaluated with these inputs."""
+
+
+class MetricError(GptNeoTrtError):
+    """Logits, tokens or values that cannot be compared."""
+
+
+class BaselineError(GptNeoTrtError):
+    """A stored baseline is missing, corrupt, or belongs to something else."""

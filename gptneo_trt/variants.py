@@ -1,0 +1,134 @@
+"""Variants: what can be built, as rows. To add a variant, add a row to VARIANTS.
+
+The recipe and its names are those of the study (README, "Where it comes from"): FP8 E4M3
+Quantize/Dequantize around the matrix products of q, k, v, c_fc and c_proj, one scale a
+tensor, weights amax / 448, activations calibrated.
+"""
+
+from dataclasses import dataclass
+
+from gptneo_trt.errors import VariantError
+
+# Projection kind -> its place inside a block, in Hugging Face's names.
+PROJECTIONS = {
+    "q_proj": "attn.attention.q_proj",
+    "k_proj": "attn.attention.k_proj",
+    "v_proj": "attn.attention.v_proj",
+    "out_proj": "attn.attention.out_proj",
+    "c_fc": "mlp.c_fc",
+    "c_proj": "mlp.c_proj",
+}
+RECIPE = ("q_proj", "k_proj", "v_proj", "c_fc", "c_proj")
+TYPES = ("fp32", "fp16")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Describe one row: what is quantized, and how.
+
+    Attributes:
+        name: row name, test id, file name and report row.
+        summary: one line for people.
+        quantized: projection kinds in FP8; empty for a floating-point row.
+        compute_type: type of weights and activations, "fp16" or "fp32".
+        dequantize_type: output type of Dequantize, and so of the quantized products.
+        activation_scale_factor: multiplies every calibrated activation scale.
+        float_edge_layers: blocks left unquantized at each end.
+
+    Raises:
+        VariantError: an unknown or empty set of projections, an unknown type, a factor that is
+            not positive; all of them in one message.
+    """
+
+    name: str
+    summary: str
+    quantized: tuple[str, ...] = ()
+    compute_type: str = "fp16"
+    dequantize_type: str = "fp16"
+    activation_scale_factor: float = 1.0
+    float_edge_layers: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantized", tuple(dict.fromkeys(self.quantized)))
+        wrong = []
+        unknown = sorted(set(self.quantized) - set(PROJECTIONS))
+        if unknown:
+            wrong.append(f"unknown projections {unknown}, expected some of {list(PROJECTIONS)}")
+        for field_name in ("compute_type", "dequantize_type"):
+            if getattr(self, field_name) not in TYPES:
+                obtained = getattr(self, field_name)
+                wrong.append(f"{field_name} {obtained!r}, expected one of {list(TYPES)}")
+        if not 0 < self.activation_scale_factor < float("inf"):
+            factor = self.activation_scale_factor
+            wrong.append(f"activation_scale_factor {factor}, expected a positive number")
+        if self.float_edge_layers < 0:
+            wrong.append(f"float_edge_layers {self.float_edge_layers}, expected 0 or more")
+        settings = (self.dequantize_type, self.activation_scale_factor, self.float_edge_layers)
+        if not self.quantized and (settings != ("fp16", 1.0, 0) or "fp8" in self.name):
+            wrong.append(f"it quantizes nothing; name some of {list(PROJECTIONS)} in `quantized`")
+        if wrong:
+            raise VariantError(f"variant {self.name!r}: " + "; ".join(wrong))
+
+    def quantized_modules(self, num_layers: int) -> tuple[str, ...]:
+        """Return the module paths in FP8, for example ``transformer.h.0.mlp.c_fc``, in order.
+
+        Raises:
+            VariantError: the row quantizes something, but nothing of this many layers.
+        """
+        layers = range(self.float_edge_layers, num_layers - self.float_edge_layers)
+        modules = tuple(
+            f"transformer.h.{layer}.{path}"
+            for layer in layers
+            for kind, path in PROJECTIONS.items()
+            if kind in self.quantized
+        )
+        if self.quantized and not modules:
+            raise VariantError(
+                f"variant {self.name!r}: nothing is left to quantize in {num_layers} layers with "
+                f"{self.float_edge_layers} at each end in {self.compute_type}; lower "
+                "float_edge_layers or use a deeper checkpoint"
+            )
+        return modules
+
+
+def _without(kind: str) -> tuple[str, ...]:
+    return tuple(name for name in RECIPE if name != kind)
+
+
+_ROWS = (
+    Variant("fp32", "float32 everywhere: checks the graph itself", compute_type="fp32"),
+    Variant("fp16", "float16, logits cast to float32: the floor"),
+    Variant("fp8", "the study's recipe: q, k, v, c_fc, c_proj in FP8", RECIPE),
+    Variant("fp8-q_proj", "q_proj alone", ("q_proj",)),
+    Variant("fp8-k_proj", "k_proj alone", ("k_proj",)),
+    Variant("fp8-v_proj", "v_proj alone", ("v_proj",)),
+    Variant("fp8-qkv", "q, k and v", ("q_proj", "k_proj", "v_proj")),
+    Variant("fp8-c_fc", "c_fc alone", ("c_fc",)),
+    Variant("fp8-c_proj", "c_proj alone", ("c_proj",)),
+    Variant("fp8-out_proj", "out_proj alone", ("out_proj",)),
+    Variant("fp8-mlp", "c_fc and c_proj", ("c_fc", "c_proj")),
+    Variant("fp8-attention", "q, k, v and out_proj", ("q_proj", "k_proj", "v_proj", "out_proj")),
+    Variant("fp8-no-q_proj", "the recipe without q_proj", _without("q_proj")),
+    Variant("fp8-no-k_proj", "the recipe without k_proj", _without("k_proj")),
+    Variant("fp8-no-v_proj", "the recipe without v_proj", _without("v_proj")),
+    Variant("fp8-no-c_fc", "the recipe without c_fc", _without("c_fc")),
+    Variant("fp8-no-c_proj", "the recipe without c_proj", _without("c_proj")),
+    Variant("fp8-edges-fp16", "the recipe, first and last layers in fp16", RECIPE, float_edge_layers=1),
+    Variant("fp8-scales-x1.5", "the recipe, activation scales x 1.5", RECIPE, activation_scale_factor=1.5),
+    Variant("fp8-scales-x2", "the recipe, activation scales x 2", RECIPE, activation_scale_factor=2.0),
+    Variant("fp8-dequantize-fp32", "the recipe, Dequantize to float32", RECIPE, dequantize_type="fp32"),
+    Variant("fp8-all", "the recipe and out_proj", (*RECIPE, "out_proj")),
+)
+VARIANTS = {row.name: row for row in _ROWS}
+FLOOR = "fp16"
+
+
+def variant_named(name: str) -> Variant:
+    """Return the row of VARIANTS called ``name``.
+
+    Raises:
+        VariantError: there is none; the message lists the rows.
+    """
+    if name not in VARIANTS:
+        raise VariantError(f"no variant {name!r}; the rows are: {', '.join(VARIANTS)}")
+    return VARIANTS[name]
