@@ -1,0 +1,64 @@
+"""Read back which projections of a network are quantized, from its layers, not from the row.
+
+A matrix product counts as FP8 when both of its inputs come from a Dequantize whose own input
+comes from a Quantize to FP8. Exactly one quantized input is an error: no row asks for it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gptneo_trt.errors import BuildError
+from gptneo_trt.network import Network
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Hold what was found.
+
+    Attributes:
+        modules: names of the products with two FP8 inputs, in network order.
+        products: names of all matrix products, in network order.
+        dequantize_types: the output types of their Dequantize layers, TensorRT's names.
+    """
+
+    modules: tuple[str, ...]
+    products: tuple[str, ...]
+    dequantize_types: tuple[str, ...]
+
+
+def quantization_of(network: Network) -> Quantization:
+    """Return which products of a network read FP8.
+
+    Raises:
+        BuildError: a product with one FP8 input, or a Dequantize without its Quantize.
+    """
+    definition, types = network.definition, network.backend.trt.DataType
+    all_layers = [definition.get_layer(i) for i in range(definition.num_layers)]
+    producer = {layer.get_output(0).name: layer for layer in all_layers}
+    modules, products, dequantize_types, wrong = [], [], set(), []
+    for layer in all_layers:
+        if layer.type.name != "MATRIX_MULTIPLY":
+            continue
+        sources = [producer.get(layer.get_input(i).name) for i in range(2)]
+        dequantized = [s for s in sources if s is not None and s.type.name == "DEQUANTIZE"]
+        products.append(layer.name)
+        wrong += [
+            f"{layer.name}: {source.name} does not read an FP8 Quantize"
+            for source in dequantized
+            if not _reads_fp8_quantize(source, producer, types)
+        ]
+        if len(dequantized) == 1:
+            wrong.append(f"{layer.name}: one input is FP8, the other is not")
+        if len(dequantized) == 2:
+            modules.append(layer.name)
+            dequantize_types.update(source.get_output(0).dtype.name for source in dequantized)
+    if wrong:
+        name = f"variant {network.variant.name}, {network.phase}"
+        raise BuildError(f"{name}: {'; '.join(sorted(wrong))}")
+    return Quantization(tuple(modules), tuple(products), tuple(sorted(dequantize_types)))
+
+
+def _reads_fp8_quantize(layer: Any, producer: dict[str, Any], types: Any) -> bool:
+    tensor = layer.get_input(0)
+    source = producer.get(tensor.name)
+    return source is not None and source.type.name == "QUANTIZE" and tensor.dtype == types.FP8

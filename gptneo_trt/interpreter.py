@@ -1,0 +1,140 @@
+"""Evaluate an ``INetworkDefinition`` with PyTorch, layer by layer, without running TensorRT.
+
+The network is read back from TensorRT's own objects, so what is judged is what a plan is built
+from. Every layer is computed in float32 and rounded to its declared type. Products of one layer
+are summed in another order than on a GPU: for fp16 and fp32 rows that is all that differs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gptneo_trt.errors import RunError
+from gptneo_trt.network import Network
+from gptneo_trt.operators import MOVES_ONLY, Operation, read_layer, rounding
+
+
+@dataclass(frozen=True)
+class _Step:
+    name: str
+    operation: Operation
+    round: Operation | None
+    inputs: tuple[str, ...]
+    output: str
+
+
+class Interpreter:
+    """Run a network on N texts at once.
+
+    Attributes:
+        network: what is evaluated.
+        texts_at_once: None, any number.
+    """
+
+    texts_at_once: int | None = None
+
+    def __init__(self, network: Network, device: str = "cpu") -> None:
+        """Read the layers and evaluate what depends on constants alone, once.
+
+        Raises:
+            RunError: a layer, attribute or type that the interpreter does not know.
+        """
+        self.network = network
+        self.device = torch.device(device)
+        definition, trt = network.definition, network.backend.trt
+        inputs = [definition.get_input(i) for i in range(definition.num_inputs)]
+        outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
+        self._types = {t.name: (t.dtype, tuple(t.shape), rounding(trt, t.dtype)) for t in inputs}
+        self._output_names = tuple(t.name for t in outputs)
+        steps = [
+            _read_step(definition.get_layer(i), trt) for i in range(definition.num_layers)
+        ]
+        self._constants: dict[str, torch.Tensor] = {}
+        self._steps = self._fold(steps)
+        self._last_use = _last_uses(self._steps, self._output_names)
+
+    @torch.inference_mode()
+    def _fold(self, steps: Sequence[_Step]) -> tuple[_Step, ...]:
+        """Evaluate steps that see constants only; return the others, in order."""
+        remaining = []
+        for step in steps:
+            if all(name in self._constants for name in step.inputs):
+                arguments = [self._constants[name] for name in step.inputs]
+                value = step.operation(*arguments)
+                value = step.round(value) if step.round else value
+                self._constants[step.output] = value.to(self.device)
+            else:
+                remaining.append(step)
+        used = {name for step in remaining for name in step.inputs}
+        used.update(self._output_names)
+        self._constants = {name: t for name, t in self._constants.items() if name in used}
+        return tuple(remaining)
+
+    @torch.inference_mode()
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Evaluate the network.
+
+        Args:
+            feeds: network input name -> tensor [N, *shape of the input], holding values of
+                the declared type (what an earlier run put out does).
+
+        Returns:
+            Network output name -> tensor [N, *shape of the output]; floating-point outputs are
+            float32 tensors that hold values of the declared type.
+
+        Raises:
+            RunError: missing, unknown or wrongly shaped feeds, all in one message.
+        """
+        self._check(feeds)
+        values = dict(self._constants)
+        for name, tensor in feeds.items():
+            values[name] = tensor.to(self.device)
+        for index, step in enumerate(self._steps):
+            value = step.operation(*[values[name] for name in step.inputs])
+            values[step.output] = step.round(value) if step.round else value
+            for name in self._last_use.get(index, ()):
+                del values[name]
+        return {name: values[name] for name in self._output_names}
+
+    def _check(self, feeds: Mapping[str, torch.Tensor]) -> None:
+        wrong = [f"{name}: missing" for name in self._types if name not in feeds]
+        wrong += [f"{name}: no such input" for name in feeds if name not in self._types]
+        for name, (_, shape, _) in self._types.items():
+            obtained = tuple(feeds[name].shape[1:]) if name in feeds else shape
+            fits = len(obtained) == len(shape) and all(
+                e in (-1, o) for o, e in zip(obtained, shape, strict=False)
+            )
+            if not fits:
+                wrong.append(f"{name}: obtained {obtained}, expected {shape}")
+        if wrong:
+            variant, phase = self.network.variant.name, self.network.phase
+            raise RunError(f"variant {variant}, {phase}: inputs: {'; '.join(sorted(wrong))}")
+
+
+def _read_step(layer: Any, trt: ModuleType) -> _Step:
+    if layer.num_outputs != 1:
+        raise RunError(f"layer {layer.name}: {layer.num_outputs} outputs, expected 1")
+    name = layer.name
+    inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
+    if any(tensor is None for tensor in inputs):
+        raise RunError(f"layer {name}: an optional input is left out; add it to operators.py")
+    output = layer.get_output(0)
+    round_output = None if layer.type.name in MOVES_ONLY else rounding(trt, output.dtype)
+    names = tuple(tensor.name for tensor in inputs)
+    return _Step(name, read_layer(layer, trt), round_output, names, output.name)
+
+
+def _last_uses(steps: Sequence[_Step], kept: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Return step index -> tensors that no later step reads, so that memory stays small."""
+    produced = {step.output for step in steps}
+    last: dict[str, int] = {step.output: index for index, step in enumerate(steps)}
+    for index, step in enumerate(steps):
+        last.update({name: index for name in step.inputs if name in produced})
+    grouped: dict[int, tuple[str, ...]] = {}
+    for name, index in last.items():
+        if name not in kept:
+            grouped[index] = (*grouped.get(index, ()), name)
+    return grouped

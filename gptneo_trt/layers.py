@@ -1,0 +1,238 @@
+"""Add the pieces of a GPT-Neo graph to an ``INetworkDefinition``.
+
+A layer carries the path of the weights it uses (``transformer.h.0.mlp.c_fc``); what belongs to
+it carries that path and a suffix (``...c_fc.weight.quantize``). Source of the operators:
+"TensorRT Operator's Reference", docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gptneo_trt.backend import Backend
+from gptneo_trt.errors import BuildError
+
+FP8_MAX = 448.0  # largest finite E4M3 value, OCP 8-bit Floating Point Specification 1.0
+NUMPY_TYPES = {"fp32": np.float32, "fp16": np.float16}
+
+
+@dataclass
+class Graph:
+    """Hold a network under construction, and the arrays that must outlive the build.
+
+    Attributes:
+        backend: the TensorRT flavour.
+        network: the ``INetworkDefinition``.
+        compute_type: "fp16" or "fp32".
+        arrays: every array handed to TensorRT, which does not copy them.
+    """
+
+    backend: Backend
+    network: Any
+    compute_type: str
+    arrays: list[np.ndarray] = field(default_factory=list)
+
+    def data_type(self, name: str) -> Any:
+        """Return the ``DataType`` of "fp32", "fp16" or "fp8"."""
+        types = self.backend.trt.DataType
+        return {"fp32": types.FLOAT, "fp16": types.HALF, "fp8": types.FP8}[name]
+
+    def named(self, layer: Any, name: str) -> Any:
+        """Name a layer and its output; return the output tensor.
+
+        Raises:
+            BuildError: TensorRT returned no layer.
+        """
+        if layer is None:
+            raise BuildError(f"layer {name}: {self.backend.target} returned None instead of it")
+        layer.name = name
+        output = layer.get_output(0)
+        if output is None:
+            raise BuildError(f"layer {name}: {self.backend.target} gave it no output")
+        output.name = f"{name}:0"
+        return output
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """Hold what one product needs.
+
+    Attributes:
+        weight: float32 or float16 [out, in], as PyTorch stores it.
+        bias: float32 or float16 [out], or None.
+        activation_scale: float32 scale of the input in FP8, or None for a product that is not
+            quantized.
+        dequantize_type: output type of Dequantize, "fp16" or "fp32".
+    """
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+    activation_scale: float | None = None
+    dequantize_type: str = "fp16"
+
+
+def add_constant(graph: Graph, name: str, array: np.ndarray) -> Any:
+    """Add a constant of the array's own type and shape; return its tensor."""
+    array = np.asarray(array, order="C")  # ascontiguousarray would turn a scalar into [1]
+    graph.arrays.append(array)
+    trt = graph.backend.trt
+    layer = graph.network.add_constant(trt.Dims(array.shape), trt.Weights(array))
+    return graph.named(layer, name)
+
+
+def add_cast(graph: Graph, name: str, tensor: Any, type_name: str) -> Any:
+    """Cast to "fp16" or "fp32"; a tensor of that type already is returned as it is."""
+    wanted = graph.data_type(type_name)
+    if tensor.dtype == wanted:
+        return tensor
+    return graph.named(graph.network.add_cast(tensor, wanted), name)
+
+
+def add_elementwise(graph: Graph, name: str, left: Any, right: Any, operation: str) -> Any:
+    """Add ``left operation right`` with broadcasting; operation is TensorRT's name, "SUM"."""
+    operations = graph.backend.trt.ElementWiseOperation
+    layer = graph.network.add_elementwise(left, right, getattr(operations, operation))
+    return graph.named(layer, name)
+
+
+def add_quantize_dequantize(
+    graph: Graph, name: str, tensor: Any, scale: float, dequantize_type: str
+) -> Any:
+    """Round a tensor to FP8 E4M3 and back: one scale a tensor, saturating at 448 x scale.
+
+    The scale stays float32 even where the tensor is float16: amax / 448 of a small tensor is
+    below float16's range (2e-5 / 448 is 33 % off there, 1e-5 / 448 becomes 0).
+
+    Raises:
+        BuildError: a scale that is not a positive normal float32.
+    """
+    stored = np.float32(scale)
+    if not np.finfo(np.float32).tiny <= stored < np.inf:
+        raise BuildError(
+            f"{name}: FP8 scale {scale!r}, expected a positive normal float32; leave this "
+            "projection out of the variant or calibrate again"
+        )
+    scale_tensor = add_constant(graph, f"{name}.scale", np.asarray(stored))
+    fp8 = graph.data_type("fp8")
+    quantized = graph.network.add_quantize(tensor, scale_tensor, fp8)
+    quantized_tensor = graph.named(quantized, f"{name}.quantize")
+    output_type = graph.data_type(dequantize_type)
+    dequantized = graph.network.add_dequantize(quantized_tensor, scale_tensor, output_type)
+    return graph.named(dequantized, f"{name}.dequantize")
+
+
+def weight_scale(module: str, weight: np.ndarray) -> float:
+    """Return amax / 448 of a weight, in float32.
+
+    Raises:
+        BuildError: a weight of zeros or of non-finite values has no scale.
+    """
+    amax = np.float32(np.max(np.abs(weight.astype(np.float32)))) if weight.size else np.float32(0)
+    if not 0 < amax < np.inf:
+        raise BuildError(
+            f"{module}.weight: largest absolute value {amax}, expected positive and finite; an "
+            "FP8 scale cannot be made of it, leave this projection out of the variant"
+        )
+    return float(amax / np.float32(FP8_MAX))
+
+
+def add_linear(graph: Graph, name: str, tensor: Any, weights: LinearWeights) -> Any:
+    """Add ``tensor @ weight.T + bias``, through FP8 when it has an activation scale.
+
+    ``tensor``: [B, T, in]. The weight is stored [1, in, out], in float32 where it is quantized,
+    so that it is rounded once, to FP8 and not to float16 before. Returns [B, T, out] in the
+    graph's type.
+    """
+    none = graph.backend.trt.MatrixOperation.NONE
+    weight = weights.weight.T[None]
+    product_type = graph.compute_type
+    if weights.activation_scale is None:
+        stored = weight.astype(NUMPY_TYPES[product_type])
+        weight_tensor = add_constant(graph, f"{name}.weight", stored)
+    else:
+        product_type = weights.dequantize_type
+        scale = weight_scale(name, weights.weight)
+        weight_tensor = add_constant(graph, f"{name}.weight", weight.astype(np.float32))
+        weight_tensor = add_quantize_dequantize(
+            graph, f"{name}.weight", weight_tensor, scale, product_type
+        )
+        tensor = add_quantize_dequantize(
+            graph, f"{name}.input", tensor, weights.activation_scale, product_type
+        )
+    product = graph.network.add_matrix_multiply(tensor, none, weight_tensor, none)
+    output = graph.named(product, name)
+    if weights.bias is not None:
+        bias = weights.bias[None, None].astype(NUMPY_TYPES[product_type])
+        bias_tensor = add_constant(graph, f"{name}.bias", bias)
+        output = add_elementwise(graph, f"{name}.bias_add", output, bias_tensor, "SUM")
+    return add_cast(graph, f"{name}.cast", output, graph.compute_type)
+
+
+def add_layer_norm(
+    graph: Graph, name: str, tensor: Any, parameters: tuple[np.ndarray, np.ndarray, float]
+) -> Any:
+    """Normalize [B, T, C] over C; ``parameters`` are weight [C], bias [C] and epsilon."""
+    weight, bias, epsilon = parameters
+    stored_type = NUMPY_TYPES[graph.compute_type]
+    scale = add_constant(graph, f"{name}.weight", weight[None, None].astype(stored_type))
+    shift = add_constant(graph, f"{name}.bias", bias[None, None].astype(stored_type))
+    layer = graph.network.add_normalization_v2(tensor, scale, shift, 1 << 2)
+    output = graph.named(layer, name)
+    layer.epsilon = epsilon
+    return output
+
+
+def add_activation(graph: Graph, name: str, tensor: Any, activation: str) -> Any:
+    """Add Hugging Face's "gelu_new" (tanh form), "gelu" (erf form) or "relu"."""
+    types = graph.backend.trt.ActivationType
+    kinds = {"gelu_new": types.GELU_TANH, "gelu": types.GELU_ERF, "relu": types.RELU}
+    return graph.named(graph.network.add_activation(tensor, kinds[activation]), name)
+
+
+def add_embedding(graph: Graph, name: str, indices: Any, table: Any) -> Any:
+    """Add rows of ``table`` [rows, C] at int32 ``indices`` [B, T]; return [B, T, C]."""
+    return graph.named(graph.network.add_gather(table, indices, 0), name)
+
+
+def add_split_heads(graph: Graph, name: str, tensor: Any, heads: int) -> Any:
+    """Reshape [B, T, C] to [B, H, T, D]."""
+    layer = graph.network.add_shuffle(tensor)
+    output = graph.named(layer, name)
+    layer.reshape_dims = graph.backend.trt.Dims((0, 0, heads, tensor.shape[-1] // heads))
+    layer.second_transpose = graph.backend.trt.Permutation([0, 2, 1, 3])
+    return output
+
+
+def add_merge_heads(graph: Graph, name: str, tensor: Any) -> Any:
+    """Reshape [B, H, T, D] to [B, T, C]."""
+    layer = graph.network.add_shuffle(tensor)
+    output = graph.named(layer, name)
+    layer.first_transpose = graph.backend.trt.Permutation([0, 2, 1, 3])
+    layer.reshape_dims = graph.backend.trt.Dims((0, 0, tensor.shape[1] * tensor.shape[3]))
+    return output
+
+
+def add_attention(graph: Graph, name: str, tensors: tuple[Any, Any, Any], mask: Any) -> Any:
+    """Add softmax(q k^T) v as TensorRT's fused attention layer.
+
+    Args:
+        graph: the network under construction.
+        name: layer name.
+        tensors: q [B, H, T, D], k and v [B, H, S, D]. GPT-Neo does not scale the scores
+            (transformers, ``GPTNeoSelfAttention._attn``), so neither is multiplied here.
+        mask: bool [1, 1, T, S], True where a query may look. A mask and the causal flag exclude
+            each other, and the causal flag alone cannot express the window of a local layer.
+
+    Returns:
+        [B, H, T, D].
+    """
+    trt = graph.backend.trt
+    query, key, value = tensors
+    attention = graph.network.add_attention_v2(
+        query, key, value, trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.NONE
+    )
+    output = graph.named(attention, name)
+    attention.mask = mask
+    attention.decomposable = True
+    return output

@@ -1,0 +1,307 @@
+"""Build the GPT-Neo graph: Checkpoint, Variant, Scales, phase -> ``INetworkDefinition``.
+
+One source for both flavours and both phases. Precision is in the graph alone (types, casts and
+Quantize/Dequantize); no builder flag is set.
+
+    phase     inputs                                      outputs
+    prefill   token_ids, position_ids int32 [1, T]        logits float32 [1, T, V]
+              1 <= T <= context                           h.<i>.key, h.<i>.value [1, H, T, D]
+    decode    token_ids, position_ids int32 [1, 1]        logits float32 [1, 1, V]
+              past.h.<i>.key, .value [1, H, context, D]   h.<i>.key, h.<i>.value [1, H, 1, D]
+
+In decode the new K and V rows are concatenated after the cache rows; of those, row j is visible
+when j < position (and within the window of a local layer), so rows at and beyond the position
+may hold anything finite. Writing the new rows back is the caller's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gptneo_trt import layers
+from gptneo_trt.backend import Backend, create_network, log_collector
+from gptneo_trt.data import Architecture, Checkpoint, Scales
+from gptneo_trt.errors import BuildError, CalibrationError
+from gptneo_trt.layers import Graph, LinearWeights
+from gptneo_trt.variants import Variant
+
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hold a finished network and everything that must live as long as it.
+
+    Attributes:
+        backend: the TensorRT flavour.
+        builder: the ``Builder``, needed to build a plan.
+        definition: the ``INetworkDefinition``.
+        log: its lines are TensorRT's warnings and errors so far.
+        variant: the row.
+        phase: "prefill" or "decode".
+        context: cache rows in decode, largest T in prefill.
+        arrays: constants that TensorRT refers to without copying.
+    """
+
+    backend: Backend
+    builder: Any
+    definition: Any
+    log: Any
+    variant: Variant
+    phase: str
+    context: int
+    arrays: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    token_ids: Any
+    positions: Any
+    past: tuple[tuple[Any, Any], ...]  # (K, V) a layer; empty in prefill
+    masks: Mapping[str, Any]  # "global" and "local" -> bool [1, 1, T, S]
+
+
+def activation_scales(variant: Variant, scales: Scales | None, num_layers: int) -> dict[str, float]:
+    """Return module path -> float32 scale of its input, amax x factor / 448, for this row.
+
+    Raises:
+        CalibrationError: modules that the row quantizes have no calibrated range.
+    """
+    modules = variant.quantized_modules(num_layers)
+    known = scales.activation_amax if scales else {}
+    missing = [module for module in modules if module not in known]
+    if missing:
+        raise CalibrationError(
+            f"variant {variant.name!r}: no calibrated range for {len(missing)} of {len(modules)} "
+            f"projections: {', '.join(missing)}; calibrate this checkpoint"
+        )
+    factor = np.float32(variant.activation_scale_factor) / np.float32(layers.FP8_MAX)
+    return {module: float(np.float32(known[module]) * factor) for module in modules}
+
+
+def build_network(
+    backend: Backend, checkpoint: Checkpoint, variant: Variant, scales: Scales | None, phase: str,
+    context: int,
+) -> Network:  # fmt: skip
+    """Build the graph of one phase.
+
+    Args:
+        backend: the TensorRT flavour.
+        checkpoint: weights and shapes.
+        variant: what is quantized.
+        scales: calibrated ranges; None is enough for a row that quantizes nothing.
+        phase: "prefill" or "decode".
+        context: cache rows in decode, largest T in prefill.
+
+    Raises:
+        BuildError: unknown phase, a context beyond the position table, or TensorRT's refusal.
+        CalibrationError: a range is missing.
+    """
+    architecture = checkpoint.architecture
+    if phase not in PHASES:
+        raise BuildError(f"phase {phase!r}: expected one of {list(PHASES)}")
+    if not 1 <= context <= architecture.max_positions:
+        raise BuildError(
+            f"context {context}: {checkpoint.name} has {architecture.max_positions} positions; "
+            f"choose 1 to {architecture.max_positions}"
+        )
+    log = log_collector(backend.trt)
+    builder = backend.trt.Builder(log)
+    definition = create_network(backend, builder)
+    graph = Graph(backend, definition, variant.compute_type)
+    linears = _linear_weights(checkpoint, variant, scales)
+    try:
+        inputs = _add_inputs(graph, architecture, phase, context)
+        _add_gpt_neo(graph, checkpoint, linears, inputs)
+    except BuildError as error:
+        raise BuildError(f"variant {variant.name}, {phase}: {error}", tuple(log.lines)) from error
+    arrays = tuple(graph.arrays)
+    return Network(backend, builder, definition, log, variant, phase, context, arrays)
+
+
+def _linear_weights(
+    checkpoint: Checkpoint, variant: Variant, scales: Scales | None
+) -> dict[str, LinearWeights]:
+    """Return module path -> what its product needs, for every projection of every block."""
+    weights, found = checkpoint.weights, {}
+    quantized = activation_scales(variant, scales, checkpoint.architecture.num_layers)
+    for name in weights:
+        module = name.removesuffix(".weight")
+        if not name.startswith("transformer.h.") or weights[name].ndim != 2 or module == name:
+            continue
+        linear = LinearWeights(weights[name], weights.get(f"{module}.bias"))
+        if module in quantized:
+            linear = replace(
+                linear,
+                activation_scale=quantized[module],
+                dequantize_type=variant.dequantize_type,
+            )
+        found[module] = linear
+    return found
+
+
+def _add_inputs(graph: Graph, architecture: Architecture, phase: str, context: int) -> _Inputs:
+    network, types = graph.network, graph.backend.trt.DataType
+    length = -1 if phase == "prefill" else 1
+    token_ids = network.add_input("token_ids", types.INT32, (1, length))
+    positions = network.add_input("position_ids", types.INT32, (1, length))
+    if phase == "prefill":
+        return _Inputs(token_ids, positions, (), _add_prefill_masks(graph, architecture, positions))
+    shape = (1, architecture.num_heads, context, architecture.head_width)
+    cache_type = graph.data_type(graph.compute_type)
+    past = tuple(
+        tuple(network.add_input(f"past.h.{i}.{part}", cache_type, shape) for part in ("key", "value"))
+        for i in range(architecture.num_layers)
+    )
+    masks = _add_decode_masks(graph, architecture, positions, context)
+    return _Inputs(token_ids, positions, past, masks)
+
+
+def _integer(graph: Graph, name: str, values: Any) -> Any:
+    return layers.add_constant(graph, name, np.asarray(values, dtype=np.int32)[None, None])
+
+
+def _reshape(graph: Graph, name: str, tensor: Any, shape: tuple[int, ...]) -> Any:
+    layer = graph.network.add_shuffle(tensor)
+    output = graph.named(layer, name)
+    layer.reshape_dims = graph.backend.trt.Dims(shape)
+    return output
+
+
+def _add_window(graph: Graph, name: str, distance: Any, first: int, window: int | None) -> Any:
+    """Return first <= distance, and distance < window where there is one; bool like distance."""
+    before = _integer(graph, f"{name}.before", [[first - 1]])
+    visible = layers.add_elementwise(graph, f"{name}.causal", distance, before, "GREATER")
+    if window is None:
+        return visible
+    bound = _integer(graph, f"{name}.window", [[window]])
+    near = layers.add_elementwise(graph, f"{name}.near", distance, bound, "LESS")
+    return layers.add_elementwise(graph, name, visible, near, "AND")
+
+
+def _windows(architecture: Architecture) -> dict[str, int | None]:
+    present = set(architecture.attention_layers)
+    windows = {"global": None, "local": architecture.window_size}
+    return {kind: window for kind, window in windows.items() if kind in present}
+
+
+def _add_prefill_masks(graph: Graph, architecture: Architecture, positions: Any) -> dict[str, Any]:
+    """Return bool [1, 1, T, T]: a query at i sees j when 0 <= i - j (< window)."""
+    rows = _reshape(graph, "mask.query_positions", positions, (1, 1, -1, 1))
+    columns = _reshape(graph, "mask.key_positions", positions, (1, 1, 1, -1))
+    distance = layers.add_elementwise(graph, "mask.distance", rows, columns, "SUB")
+    return {
+        kind: _add_window(graph, f"mask.{kind}", distance, 0, window)
+        for kind, window in _windows(architecture).items()
+    }
+
+
+def _add_decode_masks(
+    graph: Graph, architecture: Architecture, positions: Any, context: int
+) -> dict[str, Any]:
+    """Return bool [1, 1, 1, context + 1]: cache rows 1 <= position - j (< window), and itself."""
+    rows = _reshape(graph, "mask.query_positions", positions, (1, 1, 1, 1))
+    columns = _integer(graph, "mask.key_positions", np.arange(context)[None])
+    distance = layers.add_elementwise(graph, "mask.distance", rows, columns, "SUB")
+    itself = layers.add_constant(graph, "mask.itself", np.ones((1, 1, 1, 1), dtype=np.bool_))
+    masks = {}
+    for kind, window in _windows(architecture).items():
+        cached = _add_window(graph, f"mask.{kind}.cached", distance, 1, window)
+        masks[kind] = _concatenate(graph, f"mask.{kind}", (cached, itself), axis=3)
+    return masks
+
+
+def _concatenate(graph: Graph, name: str, tensors: tuple[Any, ...], axis: int) -> Any:
+    layer = graph.network.add_concatenation(list(tensors))
+    output = graph.named(layer, name)
+    layer.axis = axis
+    return output
+
+
+def _mark_output(graph: Graph, name: str, tensor: Any) -> None:
+    tensor.name = name
+    graph.network.mark_output(tensor)
+
+
+def _add_gpt_neo(
+    graph: Graph, checkpoint: Checkpoint, linears: Mapping[str, LinearWeights], inputs: _Inputs
+) -> None:
+    """Add everything between the inputs and the marked outputs, top to bottom."""
+    weights, architecture = checkpoint.weights, checkpoint.architecture
+    stored_type = layers.NUMPY_TYPES[graph.compute_type]
+    wte = layers.add_constant(
+        graph, "transformer.wte.weight", weights["transformer.wte.weight"].astype(stored_type)
+    )
+    wpe = layers.add_constant(
+        graph, "transformer.wpe.weight", weights["transformer.wpe.weight"].astype(stored_type)
+    )
+    tokens = layers.add_embedding(graph, "transformer.wte", inputs.token_ids, wte)
+    places = layers.add_embedding(graph, "transformer.wpe", inputs.positions, wpe)
+    hidden = layers.add_elementwise(graph, "transformer.embedding", tokens, places, "SUM")
+    for layer in range(architecture.num_layers):
+        hidden = _add_block(graph, checkpoint, linears, inputs, layer, hidden)
+    hidden = _add_norm(graph, checkpoint, "transformer.ln_f", hidden)
+    if architecture.tied_head:
+        head = wte
+    else:
+        head = layers.add_constant(
+            graph, "lm_head.weight", weights["lm_head.weight"].astype(stored_type)
+        )
+    head = _reshape(graph, "lm_head.weight.3d", head, (1, architecture.vocab_size, -1))
+    operation = graph.backend.trt.MatrixOperation
+    product = graph.network.add_matrix_multiply(
+        hidden, operation.NONE, head, operation.TRANSPOSE
+    )
+    logits = graph.named(product, "lm_head")
+    logits = layers.add_cast(graph, "lm_head.cast", logits, "fp32")
+    _mark_output(graph, "logits", logits)
+
+
+def _add_norm(graph: Graph, checkpoint: Checkpoint, name: str, hidden: Any) -> Any:
+    weights = checkpoint.weights
+    epsilon = checkpoint.architecture.layer_norm_epsilon
+    parameters = (weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon)
+    return layers.add_layer_norm(graph, name, hidden, parameters)
+
+
+def _add_block(
+    graph: Graph, checkpoint: Checkpoint, linears: Mapping[str, LinearWeights], inputs: _Inputs,
+    layer: int, hidden: Any,
+) -> Any:  # fmt: skip
+    """Add one transformer block on ``hidden`` [B, T, C] and mark its new K and V rows."""
+    block = f"transformer.h.{layer}"
+    architecture = checkpoint.architecture
+
+    def linear(path: str, tensor: Any) -> Any:
+        name = f"{block}.{path}"
+        return layers.add_linear(graph, name, tensor, linears[name])
+
+    normal = _add_norm(graph, checkpoint, f"{block}.ln_1", hidden)
+    query, key, value = (
+        layers.add_split_heads(
+            graph,
+            f"{block}.attn.attention.{part}_heads",
+            linear(f"attn.attention.{part}_proj", normal),
+            architecture.num_heads,
+        )
+        for part in "qkv"
+    )
+    _mark_output(graph, f"h.{layer}.key", key)
+    _mark_output(graph, f"h.{layer}.value", value)
+    if inputs.past:
+        past_key, past_value = inputs.past[layer]
+        key = _concatenate(graph, f"{block}.attn.attention.keys", (past_key, key), axis=2)
+        value = _concatenate(graph, f"{block}.attn.attention.values", (past_value, value), axis=2)
+    mask = inputs.masks[architecture.attention_layers[layer]]
+    attended = layers.add_attention(graph, f"{block}.attn.attention", (query, key, value), mask)
+    merged = layers.add_merge_heads(graph, f"{block}.attn.attention.merged", attended)
+    attention = linear("attn.attention.out_proj", merged)
+    hidden = layers.add_elementwise(graph, f"{block}.attn.residual", hidden, attention, "SUM")
+
+    normal = _add_norm(graph, checkpoint, f"{block}.ln_2", hidden)
+    wide = linear("mlp.c_fc", normal)
+    active = layers.add_activation(graph, f"{block}.mlp.act", wide, architecture.activation)
+    output = linear("mlp.c_proj", active)
+    return layers.add_elementwise(graph, f"{block}.mlp.residual", hidden, output, "SUM")
