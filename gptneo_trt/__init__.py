@@ -3,6 +3,9 @@
 errors          the error tree
 data            what travels between the stages
 variants        what can be built, as rows
+architecture    config.json -> Architecture
+weights         safetensors, single or sharded -> arrays
+hub             one pinned commit of the hub -> folder, offline first
 checkpoint      hub id, folder, bundled or random -> Checkpoint
 texts           text -> token ids with hashes and counts
 reference       Checkpoint -> Hugging Face model -> logits

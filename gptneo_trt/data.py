@@ -172,6 +172,8 @@ class TokenMetrics:
         reference_nll_nats: float64 [M], the same under the reference.
         top1: bool [M], the same most likely token (the first index wins a tie).
         text: int32 [M], index of the text: the block of the bootstrap.
+        tied_top1: bool [M], true also where the two differ only by the order within a tie: the
+            obtained top token is among the reference's tied maxima, or the other way round.
     """
 
     kl_nats: np.ndarray

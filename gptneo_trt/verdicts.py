@@ -1,0 +1,239 @@
+"""Measured value, limit and baseline -> Cell; pure, and closed: what cannot be judged is not green.
+
+Every comparison is written so that NaN fails it, and every number is first checked to be
+finite. Reasons give both numbers. A cell is named by (variant, phase, metric).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from gptneo_trt.baselines import PairedDifference
+from gptneo_trt.data import Cell
+
+AT_MOST, AT_LEAST = "at most", "at least"
+# Metrics that cannot be negative, by how their names begin; a KL rounds to -1e-7 at worst.
+NON_NEGATIVE = ("kl_", "top1_", "perplexity", "true_prob_", "plan_", "latency_", "speedup_")
+ROUNDING = 1e-7
+NOT_MEASURED = "not measured"
+NO_BASELINE = "no baseline: write one with --update-baselines"
+
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Hold an acceptable range with one end.
+
+    Attributes:
+        direction: AT_MOST or AT_LEAST.
+        value: the end, itself acceptable; in the metric's unit.
+    """
+
+    direction: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.value:.6g}"
+
+    def allows(self, obtained: float) -> bool:
+        """Return whether a value is in the range; NaN on either side is not."""
+        if self.direction == AT_MOST:
+            return obtained <= self.value
+        return self.direction == AT_LEAST and obtained >= self.value
+
+
+def not_measured(variant: str, phase: str, metric: str, reason: str) -> Cell:
+    """Return the cell of a figure that was not taken, for example "benchmarks are disabled"."""
+    return Cell(variant, phase, metric, None, None, None, NOT_MEASURED, f"not measured: {reason}")
+
+
+def judge_limit(
+    variant: str, phase: str, metric: str, obtained: float | None, limit: Bound
+) -> Cell:
+    """Judge a measured value against a fixed limit: passed, failed or not measured.
+
+    A non-finite measurement or limit, an impossible measurement (a negative KL) and a
+    nonsensical limit (negative for what cannot be negative, above 1 for a fraction, of an
+    unknown direction) fail, whatever the other number is.
+    """
+    fault = _limit_fault(metric, limit)
+    if fault:
+        verdict, reason = "failed", fault
+    elif obtained is None:
+        verdict, reason = NOT_MEASURED, f"not measured: no value to hold against {limit}"
+    else:
+        fault = _measurement_fault(metric, obtained)
+        passed = not fault and limit.allows(obtained)
+        verdict = "passed" if passed else "failed"
+        reason = fault or f"obtained {obtained:.6g}, expected {limit}"
+    return Cell(variant, phase, metric, obtained, str(limit), None, verdict, reason)
+
+
+def judge_regression(
+    variant: str,
+    phase: str,
+    metric: str,
+    paired: PairedDifference | None,
+    stored_mean: float | None,
+    tolerance: float,
+) -> Cell:
+    """Judge a paired difference to the baseline, of a metric that is worse when larger.
+
+    The mean of current - stored must be at most ``tolerance``, in the metric's unit. Failed when
+    its lower bound is above, passed when its upper bound is not, and inconclusive in between:
+    more tokens are needed. Passed with a note when its upper bound is below -tolerance.
+    """
+    limit = f"stored + {tolerance:.6g}"
+    obtained = None if paired is None or stored_mean is None else stored_mean + paired.mean
+    if stored_mean is None:
+        verdict, reason = "failed", NO_BASELINE
+    elif _tolerance_fault(tolerance):
+        verdict, reason = "failed", _tolerance_fault(tolerance)
+    elif paired is None:
+        verdict, reason = NOT_MEASURED, "not measured: no paired values"
+    else:
+        fault = _paired_fault(paired, stored_mean)
+        verdict, reason = ("failed", fault) if fault else _paired_verdict(paired, tolerance)
+    return Cell(variant, phase, metric, obtained, limit, stored_mean, verdict, reason)
+
+
+def judge_stored(
+    variant: str,
+    phase: str,
+    metric: str,
+    obtained: float | None,
+    stored: float | None,
+    tolerance_frac: float,
+    *,
+    tolerance_abs: float = 0.0,
+) -> Cell:
+    """Judge a value against the stored one, on both sides: passed, failed or not measured.
+
+    |obtained - stored| must be at most the larger of tolerance_frac * |stored| and
+    ``tolerance_abs``, the latter in the metric's unit. A missing baseline fails.
+    """
+    limit = f"stored +- max({100 * tolerance_frac:.6g} %, {tolerance_abs:.6g})"
+    fault = _tolerance_fault(tolerance_frac) or _tolerance_fault(tolerance_abs)
+    if stored is None:
+        verdict, reason = "failed", NO_BASELINE
+    elif fault or not math.isfinite(stored):
+        verdict, reason = "failed", fault or f"non-finite baseline: stored {stored}"
+    elif obtained is None:
+        verdict, reason = NOT_MEASURED, f"not measured: no value to hold against {stored:.6g}"
+    else:
+        fault = _measurement_fault(metric, obtained)
+        allowed = max(tolerance_frac * abs(stored), tolerance_abs)
+        passed = not fault and abs(obtained - stored) <= allowed
+        verdict = "passed" if passed else "failed"
+        reason = fault or f"obtained {obtained:.6g}, expected {stored:.6g} +- {allowed:.6g}"
+    return Cell(variant, phase, metric, obtained, limit, stored, verdict, reason)
+
+
+def coverage(expected: Collection[Key], cells: Iterable[Cell]) -> tuple[set[Key], set[Key]]:
+    """Return which expected (variant, phase, metric) were measured, and which are missing."""
+    judged = {_key(cell) for cell in cells if cell.verdict != NOT_MEASURED}
+    return set(expected) & judged, set(expected) - judged
+
+
+def problems(expected: Collection[Key], cells: Iterable[Cell]) -> list[str]:
+    """Return everything that keeps a run from being green, a sorted line each.
+
+    Every cell that did not pass, every expected cell without a cell, every cell that was not
+    expected (a renamed row), every cell given twice; or that nothing was expected.
+    """
+    cells = list(cells)
+    given = Counter(_key(cell) for cell in cells)
+    lines = [
+        f"{_name(_key(cell))}: {cell.verdict}: {cell.reason}"
+        for cell in cells
+        if cell.verdict != "passed"
+    ]
+    lines += [f"{_name(key)}: not measured: no cell" for key in set(expected) - given.keys()]
+    lines += [f"{_name(key)}: unexpected cell" for key in given.keys() - set(expected)]
+    lines += [
+        f"{_name(key)}: {count} cells, expected 1" for key, count in given.items() if count > 1
+    ]
+    if not expected:
+        lines.append("nothing was expected: obtained 0 cells to measure, expected at least 1")
+    return sorted(lines)
+
+
+def is_green(cells: Iterable[Cell], expected: Collection[Key]) -> bool:
+    """Return whether every expected cell passed, once, and there is no other cell at all."""
+    return not problems(expected, cells)
+
+
+def _key(cell: Cell) -> Key:
+    """Return what names a cell."""
+    return cell.variant, cell.phase, cell.metric
+
+
+def _name(key: Key) -> str:
+    """Return ``variant/phase/metric``."""
+    return "/".join(key)
+
+
+def _cannot_be_negative(metric: str) -> bool:
+    """Return whether a metric, ``kl_mean_nats`` or ``prose/bf16/kl_mean_nats``, is never < 0."""
+    return metric.rpartition("/")[2].startswith(NON_NEGATIVE)
+
+
+def _limit_fault(metric: str, limit: Bound) -> str:
+    """Return why a limit cannot judge this metric, or ""."""
+    if not math.isfinite(limit.value):
+        return f"non-finite limit: obtained {limit}, expected a finite number"
+    if limit.direction not in (AT_MOST, AT_LEAST):
+        return f"nonsensical limit: obtained {limit}, expected {AT_MOST!r} or {AT_LEAST!r}"
+    if limit.value < 0 and _cannot_be_negative(metric):
+        return f"nonsensical limit: obtained {limit}, expected 0 or more for {metric}"
+    if limit.value > 1 and metric.endswith("_frac"):
+        return f"nonsensical limit: obtained {limit}, expected 1 or less for {metric}"
+    return ""
+
+
+def _measurement_fault(metric: str, obtained: float) -> str:
+    """Return why a value cannot be a measurement of this metric, or ""."""
+    if not math.isfinite(obtained):
+        return f"non-finite measurement: obtained {obtained}, expected a finite number"
+    if obtained < -ROUNDING and _cannot_be_negative(metric):
+        return f"nonsensical measurement: obtained {obtained:.6g}, expected 0 or more"
+    return ""
+
+
+def _tolerance_fault(tolerance: float) -> str:
+    """Return why a number cannot be a tolerance, or ""."""
+    if not math.isfinite(tolerance):
+        return f"non-finite limit: obtained tolerance {tolerance}, expected a finite number"
+    if tolerance < 0:
+        return f"nonsensical limit: obtained tolerance {tolerance:.6g}, expected 0 or more"
+    return ""
+
+
+def _paired_fault(paired: PairedDifference, stored_mean: float) -> str:
+    """Return why a paired difference cannot be judged, or ""."""
+    if not math.isfinite(stored_mean):
+        return f"non-finite baseline: stored {stored_mean}, expected a finite number"
+    figures = (paired.lower, paired.mean, paired.upper, paired.minimum_detectable)
+    if not all(math.isfinite(figure) for figure in figures):
+        return f"non-finite measurement: obtained {paired}, expected finite numbers"
+    if not paired.lower <= paired.upper:
+        return f"nonsensical measurement: obtained bounds {paired.lower} and {paired.upper}"
+    return ""
+
+
+def _paired_verdict(paired: PairedDifference, tolerance: float) -> tuple[str, str]:
+    """Return the verdict on finite bounds, and its reason."""
+    reason = (
+        f"changed by {paired.mean:+.3g} ({paired.lower:+.3g} to {paired.upper:+.3g}, each bound "
+        f"at {100 * paired.confidence:g} %, {paired.texts} texts), expected at most "
+        f"{tolerance:+.3g}; minimum detectable effect {paired.minimum_detectable:.3g}"
+    )
+    if paired.lower > tolerance:
+        return "failed", f"worse than the baseline: {reason}"
+    if paired.upper < -tolerance:
+        return "passed", f"better than the baseline: update it: {reason}"
+    if paired.upper <= tolerance:
+        return "passed", reason
+    return "inconclusive", f"too few tokens to decide: {reason}"

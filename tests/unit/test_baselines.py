@@ -1,0 +1,389 @@
+# ruff: noqa: N802 - test names carry the id of their public case
+"""Stored measurements: what is read back, what is refused, and the paired comparison."""
+
+import json
+import os
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from gptneo_trt import baselines
+from gptneo_trt.baselines import Baseline
+from gptneo_trt.errors import BaselineError, MetricError
+
+KL = "prefill/prose/bf16/kl_nats"
+KL_MEAN = "prefill/prose/bf16/kl_mean_nats"
+SAMPLE = Baseline(
+    key={"checkpoint_sha256": "c0ffee", "texts": {"prose": {"sha256": "aa", "tokens": 4}}},
+    provenance={"commit": "4446f63", "versions": {"numpy": "2.4.6"}},
+    values={KL_MEAN: 0.0022, "prefill/plan_mib": 313.6},
+    tokens={KL: np.array([0.001, 0.002, 0.003, 0.0028], dtype=np.float32)},
+)
+name = st.from_regex(r"[a-z0-9_]{1,8}(/[a-z0-9_]{1,8}){0,3}", fullmatch=True)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+singles = hnp.arrays(
+    np.float32,
+    st.integers(1, 20),
+    elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
+json_leaf = st.one_of(st.text(max_size=8), st.integers(), finite, st.booleans(), st.none())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return the folder of one target and model, holding SAMPLE as "fp8_recipe"."""
+    folder = tmp_path / "baselines" / "cpu" / "tensorrt_rtx-1.6.1.120" / "gptneo-mini"
+    baselines.write(folder, "fp8_recipe", SAMPLE)
+    return folder
+
+
+def edit(folder, change):
+    """Rewrite the stored JSON after ``change`` of its text."""
+    path = folder / "fp8_recipe.json"
+    path.write_text(change(path.read_text()))
+
+
+def test_round_trip(folder):
+    """What was written is read back equal, and the update report is empty."""
+    stored = baselines.read(folder, "fp8_recipe")
+
+    assert stored.key == SAMPLE.key
+    assert stored.provenance == SAMPLE.provenance
+    assert stored.values == SAMPLE.values
+    np.testing.assert_array_equal(stored.tokens[KL], SAMPLE.tokens[KL])
+    assert baselines.differences(stored, SAMPLE) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(name, json_leaf, min_size=1, max_size=4),
+    st.dictionaries(name, finite, min_size=1, max_size=5),
+    st.dictionaries(name, singles, max_size=3),
+)
+def test_any_finite_baseline_round_trips(tmp_path_factory, key, values, tokens):
+    """Every JSON key, finite value and finite float32 array survives, bit for bit."""
+    folder = tmp_path_factory.mktemp("baselines")
+
+    baselines.write(folder, "row", Baseline(key, {}, values, tokens))
+    stored = baselines.read(folder, "row")
+
+    assert baselines.key_differences(stored.key, key) == []
+    assert stored.values == values
+    assert stored.tokens.keys() == tokens.keys()
+    for each, array in tokens.items():
+        assert stored.tokens[each].tobytes() == array.tobytes()
+
+
+def test_unchanged_data_gives_unchanged_files(folder):
+    """Writing the same content again, whenever, changes no byte and leaves no other file."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    baselines.write(folder, "fp8_recipe", SAMPLE)
+
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(before) == ["fp8_recipe.json", "fp8_recipe.tokens.npz"]
+    with zipfile.ZipFile(folder / "fp8_recipe.tokens.npz") as archive:
+        assert {entry.date_time[0] for entry in archive.infolist()} == {1980}
+
+
+def test_names_are_the_stored_variants(folder, tmp_path):
+    """A folder's names are its JSON files; a missing folder has none."""
+    baselines.write(folder, "fp16", SAMPLE)
+
+    assert baselines.names(folder) == {"fp16", "fp8_recipe"}
+    assert baselines.names(tmp_path / "absent") == set()
+
+
+def test_B04_missing_baseline_is_named_and_not_created(tmp_path):
+    """Reading names target, model, variant and remedy, and never writes."""
+    folder = tmp_path / "baselines" / "NVIDIA-B200" / "tensorrt-11.4" / "gpt-neo-125m"
+
+    with pytest.raises(BaselineError) as caught:
+        baselines.read(folder, "fp16")
+
+    assert str(caught.value) == (
+        "no baseline for NVIDIA-B200/tensorrt-11.4/gpt-neo-125m/fp16; "
+        "write one with --update-baselines"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_B04_truncated_json_is_named_with_line_and_column(folder):
+    """JSON cut at 200 bytes is corrupt at a named line and column of a named file."""
+    edit(folder, lambda text: text[:200])
+
+    with pytest.raises(BaselineError, match=r"fp8_recipe\.json: line \d+, column \d+: not JSON"):
+        baselines.read(folder, "fp8_recipe")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"commit"', '"key": 1, "key"'), r"duplicate keys \['key'\]"),
+        (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema: obtained 2, expected 1"),
+        (lambda text: text.replace('"schema": 1', '"scheme": 1'), "schema: obtained None"),
+        (lambda text: text.replace("0.0022", "NaN"), "obtained NaN, expected a finite number"),
+        (lambda text: text.replace("0.0022", "-Infinity"), "obtained -Infinity"),
+        (lambda text: text.replace("0.0022", "1e999"), f"values/{KL_MEAN}: obtained inf"),
+        (lambda text: text.replace("0.0022", "true"), f"values/{KL_MEAN}: obtained True"),
+        (lambda text: text.replace("0.0022", "9" * 400), f"values/{KL_MEAN}: obtained 999"),
+        (lambda text: text.replace('"provenance"', '"origin"'), r"unknown \['origin'\].*prov"),
+        (lambda text: "[]", "obtained list, expected an object"),
+    ],
+    ids=[
+        "duplicate key",
+        "unknown schema",
+        "no schema",
+        "NaN",
+        "-Infinity",
+        "overflow",
+        "bool",
+        "huge int",
+        "unknown member",
+        "no object",
+    ],
+)
+def test_B04_corrupt_json_is_refused(folder, change, message):
+    """Duplicate keys, another schema, NaN and wrong members are errors that name the file."""
+    edit(folder, change)
+
+    with pytest.raises(BaselineError, match=rf"fp8_recipe\.json: .*{message}"):
+        baselines.read(folder, "fp8_recipe")
+
+
+def test_B04_bytes_that_are_not_text(folder):
+    """A JSON file of other bytes is a BaselineError, not a UnicodeDecodeError."""
+    (folder / "fp8_recipe.json").write_bytes(b'{"\xff')
+
+    with pytest.raises(BaselineError, match="can't decode byte 0xff in position 2"):
+        baselines.read(folder, "fp8_recipe")
+
+
+def test_B04_token_values_of_another_json(folder):
+    """Missing token values, and those of another or half-finished update, are refused."""
+    path = folder / "fp8_recipe.tokens.npz"
+    baselines.write(folder, "other", replace(SAMPLE, tokens={}))
+
+    os.replace(folder / "other.tokens.npz", path)
+    with pytest.raises(BaselineError, match=r"tokens\.npz: of another JSON, or an update was cut"):
+        baselines.read(folder, "fp8_recipe")
+    path.unlink()
+    with pytest.raises(BaselineError, match=r"tokens\.npz: obtained no file, expected sha256"):
+        baselines.read(folder, "fp8_recipe")
+
+
+def test_B04_killed_while_writing_keeps_the_old_values(folder, monkeypatch):
+    """A process that dies before the rename leaves the old pair and no temporary file."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        baselines.write(folder, "fp8_recipe", replace(SAMPLE, values={KL_MEAN: 1.0}, tokens={}))
+
+    assert len(list(folder.iterdir())) == 2
+    assert baselines.differences(SAMPLE, baselines.read(folder, "fp8_recipe")) == []
+
+
+def test_B04_killed_between_the_files_is_noticed(folder, monkeypatch):
+    """New token values with an old JSON are refused by their hash."""
+    replaced = os.replace
+
+    def only_tokens(source, target):
+        if str(target).endswith(".json"):
+            raise KeyboardInterrupt
+        replaced(source, target)
+
+    monkeypatch.setattr(os, "replace", only_tokens)
+    with pytest.raises(KeyboardInterrupt):
+        baselines.write(folder, "fp8_recipe", replace(SAMPLE, tokens={}))
+
+    with pytest.raises(BaselineError, match="an update was cut short"):
+        baselines.read(folder, "fp8_recipe")
+
+
+@pytest.mark.parametrize("setting", ["0", "false"])
+def test_B04_the_environment_updates_nothing(folder, monkeypatch, setting):
+    """UPDATE=0 and UPDATE=false mean nothing to the library: reading leaves files alone."""
+    monkeypatch.setenv("UPDATE", setting)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+    baselines.read(folder, "fp8_recipe")
+
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_B04_writing_keeps_all_other_entries(folder):
+    """Another variant and another GPU keep their files when one variant is written."""
+    elsewhere = folder.parents[2] / "NVIDIA-B300" / "tensorrt-11.4" / "gptneo-mini"
+    baselines.write(elsewhere, "fp8_recipe", SAMPLE)
+
+    baselines.write(folder, "fp16", replace(SAMPLE, values={KL_MEAN: 0.1}))
+
+    for place in (folder, elsewhere):
+        assert baselines.differences(SAMPLE, baselines.read(place, "fp8_recipe")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": {KL_MEAN: np.nan}}, f"values/{KL_MEAN}: obtained nan"),
+        ({"values": {KL_MEAN: np.inf}}, f"values/{KL_MEAN}: obtained inf"),
+        ({"values": {KL_MEAN: None}}, f"values/{KL_MEAN}: obtained None"),
+        ({"values": {}}, "values: obtained none, expected at least 1"),
+        ({"key": {}}, "key: obtained none, expected at least 1"),
+        ({"key": {"a": np.nan}}, "key or provenance: Out of range float"),
+        ({"provenance": {"a": object()}}, "key or provenance: Object of type object"),
+        ({"tokens": {KL: [0, np.nan]}}, f"tokens/{KL}: .* 1 non-finite"),
+        ({"tokens": {KL: [1e39]}}, f"tokens/{KL}: .* 1 non-finite"),
+        ({"tokens": {KL: []}}, rf"tokens/{KL}: obtained shape \(0,\)"),
+    ],
+    ids=lambda argument: str(argument)[:40] if isinstance(argument, dict) else "",
+)
+def test_B01_non_finite_or_empty_is_never_stored(folder, change, message):
+    """Writing refuses NaN, infinity and nothing, and the stored pair stays."""
+    with pytest.raises(BaselineError, match=f"gptneo-mini/fp8_recipe not written: .*{message}"):
+        baselines.write(folder, "fp8_recipe", replace(SAMPLE, **change))
+
+    assert baselines.differences(SAMPLE, baselines.read(folder, "fp8_recipe")) == []
+
+
+def test_a_variant_must_be_a_file_name(folder):
+    """A name that would leave the folder is refused."""
+    with pytest.raises(BaselineError, match=r"variant: obtained '\.\./fp16'"):
+        baselines.write(folder, "../fp16", SAMPLE)
+
+
+def test_tokens_that_are_not_float32_are_refused_on_read(folder):
+    """An npz of another type with the right hash is still not accepted."""
+    path = folder / "fp8_recipe.tokens.npz"
+    np.savez(path, kl_nats=np.array([1.0, 2.0]))
+    digest = baselines.hashlib.sha256(path.read_bytes()).hexdigest()
+    document = json.loads((folder / "fp8_recipe.json").read_text())
+    edit(folder, lambda _: json.dumps(document | {"tokens_sha256": digest}))
+
+    with pytest.raises(BaselineError, match="tokens/kl_nats: obtained float64, expected float32"):
+        baselines.read(folder, "fp8_recipe")
+
+
+def test_D01_another_text_is_shown_with_both_hashes():
+    """A key that differs gives a line a difference, sorted, with both sides."""
+    other = {"checkpoint_sha256": "c0ffee", "texts": {"prose": {"sha256": "bb", "join": "\n"}}}
+
+    assert baselines.key_differences(SAMPLE.key, other) == [
+        r'texts/prose/join: stored nothing, current "\n"',
+        'texts/prose/sha256: stored "aa", current "bb"',
+        "texts/prose/tokens: stored 4, current nothing",
+    ]
+    assert baselines.key_differences(SAMPLE.key, dict(SAMPLE.key)) == []
+
+
+def test_B02_names_on_one_side_only_are_listed():
+    """A renamed or vanished row is listed from both sides."""
+    assert baselines.unmatched_names({"decode", "prefill"}, {"decode", "decode_v2"}) == [
+        "decode_v2: was measured, has no baseline",
+        "prefill: has a baseline, was not measured",
+    ]
+    assert baselines.unmatched_names({"decode"}, {"decode"}) == []
+
+
+def test_B02_zero_overlap_is_an_error():
+    """Nothing in common is never "0 compared, passed"; every name is in the message."""
+    with pytest.raises(BaselineError) as caught:
+        baselines.unmatched_names({"decode_fp16", "prefill_fp16"}, {"decode_fp16_v2"})
+
+    assert str(caught.value).splitlines()[1:] == [
+        "  decode_fp16: has a baseline, was not measured",
+        "  decode_fp16_v2: was measured, has no baseline",
+        "  prefill_fp16: has a baseline, was not measured",
+    ]
+    with pytest.raises(BaselineError, match="nothing to compare"):
+        baselines.unmatched_names([], [])
+
+
+def test_differences_show_old_and_new():
+    """The update report has old -> new of key, tokens and values; equal parts are left out."""
+    new = Baseline(
+        key=SAMPLE.key | {"gpu": "H200"},
+        provenance={"commit": "other"},
+        values={KL_MEAN: 0.0033, "prefill/plan_mib": 313.6, "decode/plan_mib": 1},
+        tokens={KL: SAMPLE.tokens[KL][:2]},
+    )
+
+    lines = baselines.differences(SAMPLE, new)
+
+    assert lines[0] == 'key/gpu: nothing -> "H200"'
+    assert lines[1].startswith(f"tokens/{KL}: 4 values (sha256 ")
+    assert lines[2:] == [
+        "values/decode/plan_mib: nothing -> 1.0",
+        f"values/{KL_MEAN}: 0.0022 -> 0.0033 (+50.00 %)",
+    ]
+
+
+def test_paired_difference_of_an_unchanged_run_is_exactly_zero():
+    """Current float64 values are rounded as the stored ones were, so nothing differs."""
+    current = np.random.default_rng(0).gamma(1, 0.01, 90)
+
+    paired = baselines.paired_difference(current.astype(np.float32), current, np.arange(90) // 30)
+
+    assert (paired.mean, paired.lower, paired.upper) == (0, 0, 0)
+    assert (paired.standard_error, paired.minimum_detectable) == (0, 0)
+    assert (paired.texts, paired.positions) == (3, 90)
+
+
+def test_paired_difference_weighs_positions_and_brackets_the_mean():
+    """The mean is over positions; bounds lie on both sides and do not depend on the order."""
+    random = np.random.default_rng(1)
+    text = np.repeat(np.arange(20), random.integers(5, 60, 20))
+    stored = random.gamma(1, 0.01, text.size).astype(np.float32)
+    current = (stored + random.normal(0.002, 0.001, text.size)).astype(np.float32)
+    order = random.permutation(text.size)
+
+    paired = baselines.paired_difference(stored, current, text)
+    shuffled = baselines.paired_difference(stored[order], current[order], text[order])
+
+    assert paired.mean == pytest.approx(np.mean(current.astype(float) - stored))
+    assert paired.lower < paired.mean < paired.upper
+    assert paired.lower > 0.0015
+    assert paired.upper < 0.0025
+    assert paired.minimum_detectable > 2.4 * paired.standard_error
+    assert (shuffled.lower, shuffled.upper) == pytest.approx((paired.lower, paired.upper))
+    assert paired == baselines.paired_difference(stored, current, text, seed=0)
+
+
+@pytest.mark.parametrize("texts", [2, 8, 40])
+def test_paired_bounds_err_about_as_often_as_stated(texts):
+    """Over 200 samples without a true change, at most 10 % of lower bounds are above 0."""
+    random = np.random.default_rng(texts)
+    text = np.repeat(np.arange(texts), 3)
+    zero = np.zeros(text.size)
+
+    lower = [
+        baselines.paired_difference(zero, random.normal(size=texts)[text], text, seed=trial).lower
+        for trial in range(200)
+    ]
+
+    assert np.mean(np.array(lower) > 0) <= 0.1
+
+
+def test_paired_difference_refuses_what_it_cannot_bound():
+    """Shapes, NaN, a single text and a confidence that is no confidence are named together."""
+    good = np.zeros(4, dtype=np.float32)
+
+    with pytest.raises(MetricError) as caught:
+        baselines.paired_difference(good, np.full(3, np.nan), np.zeros(4, dtype=int), np.nan)
+
+    assert str(caught.value) == (
+        "paired difference: confidence: obtained nan, expected above 0.5 and below 1; "
+        "current: obtained float32 with non-finite values, expected finite float; "
+        "stored, current, text: obtained (4,), (3,), (4,), expected one shape [M]; "
+        "texts: obtained 1, expected at least 2; score more"
+    )
+    with pytest.raises(MetricError, match="current: obtained float32 with non-finite"):
+        baselines.paired_difference(good, np.full(4, 1e300), np.arange(4))
