@@ -20,17 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from gptneo_trt.errors import BaselineError, MetricError
-from gptneo_trt.metrics import block_standard_error, text_sums
+from gptneo_trt.errors import BaselineError
 
 SCHEMA = 1
 MEMBERS = {"schema": int, "key": dict, "provenance": dict, "values": dict, "tokens_sha256": str}
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 RENEW = "write it again with --update-baselines"
-RESAMPLES = 2000
-POWER = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,31 +45,6 @@ class Baseline:
     provenance: Mapping
     values: Mapping[str, float]
     tokens: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Hold current minus stored, averaged over the same positions.
-
-    Attributes:
-        mean: of the differences over positions.
-        lower: one-sided lower bound of the mean at ``confidence``.
-        upper: one-sided upper bound of the mean at ``confidence``.
-        standard_error: of the mean, with texts as the independent units.
-        minimum_detectable: true difference that would be found with probability POWER.
-        confidence: of each bound.
-        texts: number of blocks.
-        positions: number of differences.
-    """
-
-    mean: float
-    lower: float
-    upper: float
-    standard_error: float
-    minimum_detectable: float
-    confidence: float
-    texts: int
-    positions: int
 
 
 def names(folder: Path) -> set[str]:
@@ -160,14 +131,10 @@ def unmatched_names(stored: Collection[str], measured: Collection[str]) -> list[
     lines += [f"{name}: was measured, has no baseline" for name in only_measured]
     if not set(stored) & set(measured):
         raise BaselineError(
-            "\n".join(
-                (
-                    f"nothing to compare: obtained 0 names in both of {len(stored)} stored and "
-                    f"{len(measured)} measured, expected at least 1; rename the row back or "
-                    "write baselines with --update-baselines",
-                    *(f"  {line}" for line in sorted(lines)),
-                )
-            )
+            f"nothing to compare: obtained 0 names in both of {len(stored)} stored and "
+            f"{len(measured)} measured, expected at least 1; rename the row back or "
+            "write baselines with --update-baselines"
+            + "".join(f"\n  {line}" for line in sorted(lines))
         )
     return sorted(lines)
 
@@ -182,63 +149,6 @@ def differences(old: Baseline, new: Baseline) -> list[str]:
             ratio = _change(old.values, new.values, name.removeprefix("values/"))
             lines.append(f"{name}: {before} -> {after}{ratio}")
     return lines
-
-
-def paired_difference(
-    stored: np.ndarray,
-    current: np.ndarray,
-    text: np.ndarray,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> PairedDifference:
-    """Return the mean of current - stored over positions, with bounds that respect texts.
-
-    ``current`` is first rounded to the type of ``stored``, so an unchanged run differs by
-    exactly 0. Each bound is the wider of two. One is a percentile of RESAMPLES block-bootstrap
-    means: whole texts are drawn, a mean is a ratio of sums to counts; the percentile method
-    follows the skew of KL, which the basic method mirrors. The other is mean +- t * standard
-    error, Student's t with N - 1 degrees of freedom, because resampled means of few texts stay
-    within the range of those texts: the percentile alone errs 10 % a side at 8 normal texts and
-    25 % at 2 instead of 5 %, the wider of both 4 to 7 % (simulated). The minimum detectable
-    effect is (t_confidence + t_POWER) * standard error; the quantiles tend to the normal ones.
-
-    Args:
-        stored: float [M]; current: float [M], of the same positions; text: int [M].
-        confidence: of each one-sided bound, above 0.5 and below 1.
-        seed: of the resampling.
-
-    Raises:
-        MetricError: unequal shapes, values that are not finite, fewer than two texts, another
-            confidence.
-    """
-    stored, current, text = np.asarray(stored), np.asarray(current), np.asarray(text)
-    with np.errstate(over="ignore"):
-        current = current.astype(stored.dtype)
-    _require_paired(stored, current, text, confidence)
-    difference = current.astype(np.float64) - stored.astype(np.float64)
-    sums, counts = text_sums(difference, text)
-    resampled = stats.bootstrap(
-        (sums, counts),
-        lambda each, number, axis: each.sum(axis=axis) / number.sum(axis=axis),
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        confidence_level=2 * confidence - 1,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    mean, standard_error = sums.sum() / counts.sum(), block_standard_error(sums, counts)
-    quantile, power_quantile = stats.t.ppf([confidence, POWER], len(sums) - 1)
-    return PairedDifference(
-        mean=float(mean),
-        lower=float(min(resampled.low, mean - quantile * standard_error)),
-        upper=float(max(resampled.high, mean + quantile * standard_error)),
-        standard_error=standard_error,
-        minimum_detectable=float((quantile + power_quantile) * standard_error),
-        confidence=confidence,
-        texts=len(sums),
-        positions=len(difference),
-    )
 
 
 def _label(folder: Path, variant: str) -> str:
@@ -404,27 +314,6 @@ def _change(old: Mapping[str, float], new: Mapping[str, float], name: str) -> st
     if not old.get(name) or name not in new:
         return ""
     return f" ({100 * (new[name] / old[name] - 1):+.2f} %)"
-
-
-def _require_paired(
-    stored: np.ndarray, current: np.ndarray, text: np.ndarray, confidence: float
-) -> None:
-    """Raise MetricError unless the arrays are finite, of one shape [M], over several texts."""
-    wrong = []
-    if stored.ndim != 1 or not stored.shape == current.shape == text.shape:
-        shapes = f"{stored.shape}, {current.shape}, {text.shape}"
-        wrong.append(f"stored, current, text: obtained {shapes}, expected one shape [M]")
-    wrong += [
-        f"{name}: obtained {array.dtype} with non-finite values, expected finite float"
-        for name, array in (("stored", stored), ("current", current))
-        if array.dtype.kind != "f" or not np.isfinite(array).all()
-    ]
-    if len(np.unique(text)) < 2:
-        wrong.append(f"texts: obtained {len(np.unique(text))}, expected at least 2; score more")
-    if not 0.5 < confidence < 1:
-        wrong.append(f"confidence: obtained {confidence}, expected above 0.5 and below 1")
-    if wrong:
-        raise MetricError("paired difference: " + "; ".join(sorted(wrong)))
 
 
 def _raise_all(what: str, wrong: list[str], remedy: str = RENEW) -> None:

@@ -155,8 +155,8 @@ def calibrate(
 
 
 def _amax(model: torch.nn.Module, module: str) -> float | None:
-    stored = model.get_submodule(module).input_quantizer.amax
-    return None if stored is None else float(stored.float())
+    quantizer: Any = model.get_submodule(module).input_quantizer
+    return None if quantizer.amax is None else float(quantizer.amax.float())
 
 
 def write_scales(path: Path, scales: Scales) -> None:

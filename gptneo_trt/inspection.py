@@ -35,7 +35,10 @@ def quantization_of(network: Network) -> Quantization:
     definition, types = network.definition, network.backend.trt.DataType
     all_layers = [definition.get_layer(i) for i in range(definition.num_layers)]
     producer = {layer.get_output(0).name: layer for layer in all_layers}
-    modules, products, dequantize_types, wrong = [], [], set(), []
+    modules: list[str] = []
+    products: list[str] = []
+    wrong: list[str] = []
+    dequantize_types: set[str] = set()
     for layer in all_layers:
         if layer.type.name != "MATRIX_MULTIPLY":
             continue

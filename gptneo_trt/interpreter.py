@@ -49,9 +49,7 @@ class Interpreter:
         outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
         self._types = {t.name: (t.dtype, tuple(t.shape), rounding(trt, t.dtype)) for t in inputs}
         self._output_names = tuple(t.name for t in outputs)
-        steps = [
-            _read_step(definition.get_layer(i), trt) for i in range(definition.num_layers)
-        ]
+        steps = [_read_step(definition.get_layer(i), trt) for i in range(definition.num_layers)]
         self._constants: dict[str, torch.Tensor] = {}
         self._steps = self._fold(steps)
         self._last_use = _last_uses(self._steps, self._output_names)

@@ -1,4 +1,4 @@
-"""Logits and tokens -> metrics, in numpy alone: imports without torch, transformers, TensorRT.
+"""Logits and tokens -> metrics, on arrays: imports without torch, transformers, TensorRT.
 
 Axes: M scored positions over all texts, V vocabulary, N texts, T tokens. Every exponential,
 logarithm and sum is taken in float64, row by row, whatever the type of the logits.
@@ -6,13 +6,13 @@ logarithm and sum is taken in float64, row by row, whatever the type of the logi
 Direction of the divergence: KL(reference || obtained), in nats a position, over all V.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gptneo_trt.data import Metrics, TokenMetrics
+from gptneo_trt.data import Metrics, ReferenceDistribution, TokenMetrics
 from gptneo_trt.errors import MetricError
+from gptneo_trt.paired import block_standard_error, text_sums
 
 SCORED = ("every", "last")
 LOGIT_TYPES = ("float16", "float32", "float64")
@@ -21,57 +21,23 @@ CHUNK_LOGITS = 1 << 18
 LARGEST_LOGIT = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True, eq=False)
-class ReferenceDistribution:
-    """Hold a reference's logits and what every comparison with them reuses.
-
-    The probabilities are float64, 8 bytes a logit: float32 would halve the memory but put an
-    error of 6e-8 times sum p |z_ref - z_obt| into each KL, and their sum would not be 1.
-
-    Attributes:
-        logits: float32 [M, V], before softmax; the caller's array, not a copy.
-        targets: int64 [M], id of the true next token, -1 where the text has none.
-        text: int32 [M], index of the text.
-        probabilities: float64 [M, V], softmax of the logits.
-        cross: float64 [M], sum over V of probabilities * (logits - their maximum).
-        log_sum_exp: float64 [M], log sum over V of exp(logits - their maximum), in [0, ln V].
-        top: int64 [M], most likely token; the first index wins a tie.
-        nll_nats: float64 [M], -log p(target); NaN where there is no target.
-    """
-
-    logits: np.ndarray
-    targets: np.ndarray
-    text: np.ndarray
-    probabilities: np.ndarray
-    cross: np.ndarray
-    log_sum_exp: np.ndarray
-    top: np.ndarray
-    nll_nats: np.ndarray
-
-
 def reference_distribution(
     logits: np.ndarray, targets: np.ndarray, text: np.ndarray
 ) -> ReferenceDistribution:
-    """Return what comparisons with these reference logits reuse.
-
-    Args:
-        logits: float32 [M, V], before softmax.
-        targets: int [M], id of the true next token, -1 where there is none.
-        text: int [M], index of the text that a position belongs to.
+    """Return what comparisons with these logits reuse; see ReferenceDistribution for the arrays.
 
     Raises:
         MetricError: shapes or types that do not fit, a target outside [-1, V), a logit that is
             not a finite float32.
     """
     targets, text = np.asarray(targets), np.asarray(text)
-    wrong = _logits_mismatches("reference", logits)
-    wrong += _index_mismatches(logits, targets, text)
+    wrong = _logits_mismatches("reference", logits) + _index_mismatches(logits, targets, text)
     _raise_all("reference distribution", wrong)
     probabilities = np.empty(logits.shape)
     cross, log_sum_exp = np.empty(len(logits)), np.empty(len(logits))
     top = np.empty(len(logits), dtype=np.int64)
-    for rows in _row_chunks(logits.shape):
-        shifted, top[rows] = _shift(logits[rows], "reference", rows.start)
+    for rows, shifted, first in _shifted_chunks("reference", logits):
+        top[rows] = first
         part = np.exp(shifted, out=probabilities[rows])
         sums = part.sum(axis=1)
         part /= sums[:, None]
@@ -97,24 +63,20 @@ def compare(reference: ReferenceDistribution, obtained: np.ndarray) -> TokenMetr
 def compare_many(
     references: Sequence[ReferenceDistribution], obtained: np.ndarray
 ) -> list[TokenMetrics]:
-    """Compare the same logits with several references, exponentiating them once.
+    """Return one TokenMetrics a reference, in order, exponentiating the same logits once.
 
-    KL(reference || obtained) = sum p (z_ref - z_obt) - lse_ref + lse_obt, p = softmax(z_ref),
-    nats a position. Each z has its row's maximum subtracted in float64 first, so a constant
-    shift of a row cancels; the sum over V is numpy's pairwise sum in float64. Equal logits give
-    exactly 0. Rounding can leave a value just below 0, about -1e-13; it is not clamped, so that
-    a real sign error would show.
+    KL = sum p (z_ref - z_obt) - lse_ref + lse_obt, p = softmax(z_ref). Each z has its row's
+    maximum subtracted first, so a constant shift of a row cancels; the sum over V is numpy's
+    pairwise sum. Equal logits give exactly 0. Rounding can leave a value just below 0, about
+    -1e-13; it is not clamped, so that a real sign error would show.
 
     Args:
         references: of the same M positions.
         obtained: float32 [M, V], before softmax.
 
-    Returns:
-        One TokenMetrics a reference, in order.
-
     Raises:
-        MetricError: an unequal number of rows or vocabulary (both shapes are named, for every
-            reference), or a logit that is not a finite float32 (row and column are named).
+        MetricError: no reference, another type or shape than a reference's, or a logit that is
+            not a finite float32 (row and column are named).
     """
     wrong = _logits_mismatches("obtained", obtained)
     if not references:
@@ -129,8 +91,8 @@ def compare_many(
     cross = np.empty((len(references), len(obtained)))
     log_sum_exp = np.empty(len(obtained))
     top = np.empty(len(obtained), dtype=np.int64)
-    for rows in _row_chunks(obtained.shape):
-        shifted, top[rows] = _shift(obtained[rows], "obtained", rows.start)
+    for rows, shifted, first in _shifted_chunks("obtained", obtained):
+        top[rows] = first
         work = np.exp(shifted)
         log_sum_exp[rows] = np.log(work.sum(axis=1))
         for index, each in enumerate(references):
@@ -220,13 +182,13 @@ def scored_rows(
                 "non-negative int32 [T] with T >= 1; drop empty texts when tokenizing"
             )
     _raise_all("scored rows", wrong)
-    text, position, target = [], [], []
-    for index, ids in enumerate(token_ids):
-        first = 0 if scored == "every" else len(ids) - 1
-        text.append(np.full(len(ids) - first, index))
-        position.append(np.arange(first, len(ids)))
-        target.append(np.append(ids[first + 1 :], -1))
-    return _joined(text, np.int32), _joined(position, np.int64), _joined(target, np.int64)
+    rows = [
+        (index, at, ids[at + 1] if at + 1 < len(ids) else -1)
+        for index, ids in enumerate(token_ids)
+        for at in range(0 if scored == "every" else len(ids) - 1, len(ids))
+    ]
+    text, position, target = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    return text.astype(np.int32), position, target
 
 
 def first_non_finite(name_to_array: Mapping[str, np.ndarray]) -> str | None:
@@ -248,70 +210,35 @@ def first_non_finite(name_to_array: Mapping[str, np.ndarray]) -> str | None:
         finite = np.isfinite(array)
         if not finite.all():
             index = np.unravel_index(np.argmin(finite), np.shape(array))
-            place = f"[{', '.join(str(int(axis)) for axis in index)}]" if index else ""
+            place = [int(axis) for axis in index] or ""
             return f"{name}{place} = {float(np.asarray(array)[index])}"
     return None
 
 
-def text_sums(values: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sum and the number of values a text, float64 [N] each, texts ascending.
-
-    Args:
-        values: float [M].
-        text: int [M], index of the text.
-    """
-    _, block = np.unique(text, return_inverse=True)
-    sums = np.bincount(block, weights=values.astype(np.float64))
-    return sums, np.bincount(block).astype(np.float64)
-
-
-def block_standard_error(sums: np.ndarray, counts: np.ndarray) -> float:
-    """Return the standard error of sum(sums) / sum(counts) when whole texts are the sample.
-
-    Tokens of one text are correlated, so texts are the independent units. The mean is a ratio
-    estimator; its linearised variance (Cochran, Sampling Techniques, 1977, section 6.3) is
-    N / (N - 1) * sum (sums - mean * counts)^2 / sum(counts)^2, in float64.
-
-    Args:
-        sums: float64 [N], sum of a text's values.
-        counts: float64 [N], number of a text's values.
-
-    Raises:
-        MetricError: fewer than two texts.
-    """
-    if len(sums) < 2:
-        raise MetricError(
-            f"standard error: obtained {len(sums)} texts, expected at least 2; score more texts"
-        )
-    residuals = sums - sums.sum() / counts.sum() * counts
-    variance = len(sums) / (len(sums) - 1) * np.sum(residuals**2) / counts.sum() ** 2
-    return float(np.sqrt(variance))
-
-
-def _row_chunks(shape: tuple[int, ...]) -> list[slice]:
-    """Return slices over the M rows of [M, V], of about CHUNK_LOGITS logits each."""
-    step = max(1, CHUNK_LOGITS // shape[1])
-    return [slice(start, start + step) for start in range(0, shape[0], step)]
-
-
-def _shift(rows: np.ndarray, name: str, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows minus their maximum, float64, and the first index of that maximum.
+def _shifted_chunks(
+    name: str, logits: np.ndarray
+) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+    """Yield rows, their logits minus each row's maximum, float64, and its first index.
 
     The float64 difference of two finite float32 is finite, so nothing overflows later.
     """
-    good = np.isfinite(rows)
-    if rows.dtype == np.float64:
-        good &= np.abs(rows) <= LARGEST_LOGIT
-    if not good.all():
-        row, column = np.unravel_index(np.argmin(good), rows.shape)
-        raise MetricError(
-            f"{name} logits: non-finite measurement: obtained {float(rows[row, column])} at row "
-            f"{start + int(row)}, column {int(column)}, expected a finite float32; "
-            "find the first bad tensor with first_non_finite"
-        )
-    top = rows.argmax(axis=1)
-    maxima = np.take_along_axis(rows, top[:, None], axis=1)
-    return np.subtract(rows, maxima, dtype=np.float64), top
+    step = max(1, CHUNK_LOGITS // logits.shape[1])
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        chunk = logits[rows]
+        good = np.isfinite(chunk)
+        if chunk.dtype == np.float64:
+            good &= np.abs(chunk) <= LARGEST_LOGIT
+        if not good.all():
+            row, column = np.unravel_index(np.argmin(good), chunk.shape)
+            raise MetricError(
+                f"{name} logits: non-finite measurement: obtained {float(chunk[row, column])} at "
+                f"row {start + int(row)}, column {int(column)}, expected a finite float32; "
+                "find the first bad tensor with first_non_finite"
+            )
+        top = chunk.argmax(axis=1)
+        maxima = np.take_along_axis(chunk, top[:, None], axis=1)
+        yield rows, np.subtract(chunk, maxima, dtype=np.float64), top
 
 
 def _nll(
@@ -360,15 +287,15 @@ def _perplexities(nll: np.ndarray, reference_nll: np.ndarray) -> dict[str, float
 
 def _require_finite_tokens(tokens: TokenMetrics, scored: np.ndarray) -> None:
     """Raise MetricError unless KL and the scored NLLs are finite, at the same positions."""
-    if not np.array_equal(scored, ~np.isnan(tokens.nll_nats)):
+    obtained = ~np.isnan(tokens.nll_nats)
+    if not np.array_equal(scored, obtained):
         raise MetricError(
-            f"summary: obtained {int((~np.isnan(tokens.nll_nats)).sum())} positions with an NLL, "
+            f"summary: obtained {int(obtained.sum())} positions with an NLL, "
             f"expected the reference's {int(scored.sum())} at the same places; compare again"
         )
     checked = {"kl_nats": tokens.kl_nats}
-    if scored.any():
-        checked["scored nll_nats"] = tokens.nll_nats[scored]
-        checked["scored reference_nll_nats"] = tokens.reference_nll_nats[scored]
+    for name in ("nll_nats", "reference_nll_nats"):
+        checked[f"scored {name}"] = np.where(scored, getattr(tokens, name), 0)
     bad = first_non_finite(checked)
     if bad is not None:
         raise MetricError(
@@ -405,8 +332,3 @@ def _raise_all(what: str, wrong: Sequence[str]) -> None:
     """Raise MetricError with every mismatch, sorted; return when there is none."""
     if wrong:
         raise MetricError(f"{what}: " + "; ".join(sorted(wrong)))
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Return the concatenation as this type, of length 0 when there is no part."""
-    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype=dtype)

@@ -152,7 +152,9 @@ def _add_inputs(graph: Graph, architecture: Architecture, phase: str, context: i
     shape = (1, architecture.num_heads, context, architecture.head_width)
     cache_type = graph.data_type(graph.compute_type)
     past = tuple(
-        tuple(network.add_input(f"past.h.{i}.{part}", cache_type, shape) for part in ("key", "value"))
+        tuple(
+            network.add_input(f"past.h.{i}.{part}", cache_type, shape) for part in ("key", "value")
+        )
         for i in range(architecture.num_layers)
     )
     masks = _add_decode_masks(graph, architecture, positions, context)
@@ -251,9 +253,7 @@ def _add_gpt_neo(
         )
     head = _reshape(graph, "lm_head.weight.3d", head, (1, architecture.vocab_size, -1))
     operation = graph.backend.trt.MatrixOperation
-    product = graph.network.add_matrix_multiply(
-        hidden, operation.NONE, head, operation.TRANSPOSE
-    )
+    product = graph.network.add_matrix_multiply(hidden, operation.NONE, head, operation.TRANSPOSE)
     logits = graph.named(product, "lm_head")
     logits = layers.add_cast(graph, "lm_head.cast", logits, "fp32")
     _mark_output(graph, "logits", logits)

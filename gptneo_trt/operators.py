@@ -107,7 +107,7 @@ def _read_shuffle(layer: Any, trt: ModuleType) -> Operation:
 def _read_elementwise(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IElementWiseLayer
     kinds = trt.ElementWiseOperation
-    known = {
+    known: dict[Any, Operation] = {
         kinds.SUM: torch.add,
         kinds.SUB: torch.sub,
         kinds.PROD: torch.mul,
@@ -166,9 +166,7 @@ def _read_normalization(layer: Any, trt: ModuleType) -> Operation:
     )
     epsilon = layer.epsilon
 
-    def normalize(
-        tensor: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
+    def normalize(tensor: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         width = tensor.shape[-1:]
         return functional.layer_norm(tensor, width, scale.flatten(), bias.flatten(), epsilon)
 
@@ -206,7 +204,9 @@ def _scale_shape(layer: Any, rank: int) -> Callable[[torch.Tensor], torch.Tensor
         shape = [1] * (rank + 1)
         shape[layer.axis + 1] = -1
         return lambda scale: scale.reshape(shape)
-    raise RunError(f"layer {layer.name}: scale of rank {scale_rank}, axis {layer.axis}; add it here")
+    raise RunError(
+        f"layer {layer.name}: scale of rank {scale_rank}, axis {layer.axis}; add it here"
+    )
 
 
 def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
@@ -262,8 +262,10 @@ def _read_attention(layer: Any, trt: ModuleType) -> Operation:
     ) -> torch.Tensor:
         texts, batch = query.shape[:2]
         mask = mask.expand(texts, *mask.shape[1:]).flatten(0, 1)
-        parts = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        output = functional.scaled_dot_product_attention(*parts, attn_mask=mask, scale=1.0)
+        query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        output = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=1.0
+        )
         return output.unflatten(0, (texts, batch))
 
     return attend

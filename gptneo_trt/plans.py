@@ -97,7 +97,9 @@ def _job(request: PlanRequest) -> dict[str, Any]:
     checkpoint, variant = request.checkpoint, request.variant
     used = activation_scales(variant, request.scales, checkpoint.architecture.num_layers)
     known: Mapping[str, float] = request.scales.activation_amax if request.scales else {}
-    row = {name: value for name, value in asdict(variant).items() if name not in ("name", "summary")}
+    row = {
+        name: value for name, value in asdict(variant).items() if name not in ("name", "summary")
+    }
     return {
         "flavour": request.backend.flavour,
         "version": request.backend.version,

@@ -113,10 +113,21 @@ _ROWS = (
     Variant("fp8-no-v_proj", "the recipe without v_proj", _without("v_proj")),
     Variant("fp8-no-c_fc", "the recipe without c_fc", _without("c_fc")),
     Variant("fp8-no-c_proj", "the recipe without c_proj", _without("c_proj")),
-    Variant("fp8-edges-fp16", "the recipe, first and last layers in fp16", RECIPE, float_edge_layers=1),
-    Variant("fp8-scales-x1.5", "the recipe, activation scales x 1.5", RECIPE, activation_scale_factor=1.5),
-    Variant("fp8-scales-x2", "the recipe, activation scales x 2", RECIPE, activation_scale_factor=2.0),
-    Variant("fp8-dequantize-fp32", "the recipe, Dequantize to float32", RECIPE, dequantize_type="fp32"),
+    Variant(
+        "fp8-edges-fp16", "the recipe, first and last layers in fp16", RECIPE, float_edge_layers=1
+    ),
+    Variant(
+        "fp8-scales-x1.5",
+        "the recipe, activation scales x 1.5",
+        RECIPE,
+        activation_scale_factor=1.5,
+    ),
+    Variant(
+        "fp8-scales-x2", "the recipe, activation scales x 2", RECIPE, activation_scale_factor=2.0
+    ),
+    Variant(
+        "fp8-dequantize-fp32", "the recipe, Dequantize to float32", RECIPE, dequantize_type="fp32"
+    ),
     Variant("fp8-all", "the recipe and out_proj", (*RECIPE, "out_proj")),
 )
 VARIANTS = {row.name: row for row in _ROWS}

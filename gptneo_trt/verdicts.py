@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from gptneo_trt.baselines import PairedDifference
-from gptneo_trt.data import Cell
+from gptneo_trt.data import Cell, PairedDifference
 
 AT_MOST, AT_LEAST = "at most", "at least"
 # Metrics that cannot be negative, by how their names begin; a KL rounds to -1e-7 at worst.

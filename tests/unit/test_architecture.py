@@ -1,4 +1,4 @@
-# ruff: noqa: N802 - test names carry the id of their public case
+
 """config.json: what is read, what is refused, and that transformers agrees."""
 
 import pytest

@@ -1,4 +1,4 @@
-# ruff: noqa: N802 - test names carry the id of their public case
+
 """Sources of checkpoints: bundled, folder, random, and the hub without a network."""
 
 import json

@@ -1,4 +1,3 @@
-# ruff: noqa: N802 - test names carry the id of their public case
 """KL, top-1, perplexity and the non-finite check: golden values, then properties."""
 
 import subprocess
@@ -241,19 +240,6 @@ def test_targets_must_be_at_the_same_places():
         metrics.summarize(tokens)
 
 
-def test_block_standard_error():
-    """With equal texts it is the standard error of text means; one text is refused."""
-    means = np.array([1.0, 2.0, 4.0, 7.0])
-    sums, counts = metrics.text_sums(np.repeat(means, 3), np.repeat([5, 1, 9, 2], 3))
-
-    assert counts.tolist() == [3, 3, 3, 3]
-    assert sums.tolist() == [6, 21, 3, 12]
-    expected = np.std(means, ddof=1) / 2
-    assert metrics.block_standard_error(sums, counts) == pytest.approx(expected)
-    with pytest.raises(MetricError, match="obtained 1 texts, expected at least 2"):
-        metrics.block_standard_error(sums[:1], counts[:1])
-
-
 def test_scored_rows_of_ragged_texts():
     """Every position with its next token, or the last position alone, gathers padded logits."""
     ids = [np.array([7, 8, 9], dtype=np.int32), np.array([5], dtype=np.int32)]
@@ -308,7 +294,7 @@ class NotInstalled:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, NotInstalled())
-import gptneo_trt.baselines, gptneo_trt.metrics, gptneo_trt.verdicts
+import gptneo_trt.baselines, gptneo_trt.metrics, gptneo_trt.paired, gptneo_trt.verdicts
 """
     root = Path(metrics.__file__).parents[1]
 

@@ -1,4 +1,4 @@
-# ruff: noqa: N802 - test names carry the id of their public case
+
 """The reference: Hugging Face's model, in the type and with the attention that was asked for."""
 
 from dataclasses import replace

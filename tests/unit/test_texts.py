@@ -1,4 +1,3 @@
-# ruff: noqa: N802 - test names carry the id of their public case
 """Texts: what is hashed, how it is cut, and what is refused."""
 
 import hashlib
@@ -17,7 +16,8 @@ from tokenizers import Tokenizer
 from gptneo_trt import texts
 from gptneo_trt.checkpoint import BUNDLED_FOLDER
 from gptneo_trt.errors import CheckpointError
-from gptneo_trt.texts import BUNDLED, STUDY, text_set, text_set_from_texts, texts_from_source
+from gptneo_trt.text_sources import BUNDLED, STUDY
+from gptneo_trt.texts import text_set, text_set_from_texts, texts_from_source
 
 TOKENIZER_FILE = BUNDLED_FOLDER / "tokenizer.json"
 PROMPTS, PROSE, CALIBRATION = (BUNDLED[name] for name in ("prompts", "prose", "calibration"))

@@ -1,4 +1,3 @@
-# ruff: noqa: N802 - test names carry the id of their public case
 """Verdicts: only a finite, expected, measured and acceptable value is green."""
 
 from dataclasses import replace
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptneo_trt import verdicts
-from gptneo_trt.baselines import PairedDifference
+from gptneo_trt.data import PairedDifference
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound
 
 WHERE = ("fp8_recipe", "prefill", "kl_mean_nats")

@@ -1,4 +1,4 @@
-# ruff: noqa: N802 - test names carry the id of their public case
+
 """Weights: exactly the parameters of the architecture, from the file that decides, or an error."""
 
 import json

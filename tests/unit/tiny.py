@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 from safetensors.numpy import save_file
+from scipy.special import log_softmax
 
 from gptneo_trt.checkpoint import random_checkpoint, weights_sha256
-from gptneo_trt.data import Architecture
+from gptneo_trt.data import Architecture, Scales
+from gptneo_trt.variants import VARIANTS
 
 T0 = Architecture(
     vocab_size=64,
@@ -43,6 +45,27 @@ def tiny_checkpoint(architecture=T0, seed=0):
         for name, array in checkpoint.weights.items()
     }
     return replace(checkpoint, weights=weights, sha256=weights_sha256(architecture, weights))
+
+
+def changed(checkpoint, changes):
+    """Return the checkpoint with some weights replaced: name -> function of the old array."""
+    weights = dict(checkpoint.weights)
+    weights |= {name: change(weights[name]) for name, change in changes.items()}
+    return replace(
+        checkpoint, weights=weights, sha256=weights_sha256(checkpoint.architecture, weights)
+    )
+
+
+def fixed_scales(checkpoint, amax=8.0):
+    """Return one made-up range for every projection: enough to build, not to be accurate."""
+    modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
+    return Scales(dict.fromkeys(modules, amax), "max", checkpoint.sha256, "", 1, "")
+
+
+def kl_nats(expected, obtained):
+    """Return float64 [..., T], KL(expected || obtained) at every position of [..., T, V]."""
+    logs = [log_softmax(logits.astype(np.float64), axis=-1) for logits in (expected, obtained)]
+    return (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
 
 
 def write_folder(folder, weights, config=CONFIG, file_name="model.safetensors"):

@@ -1,0 +1,114 @@
+"""The backend: which flavour is here, what it is asked for, and its log lines."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from gptneo_trt.backend import (
+    FLAVOURS,
+    Backend,
+    backend_named,
+    create_config,
+    create_network,
+    log_collector,
+)
+from gptneo_trt.errors import BuildError
+
+
+@pytest.fixture(scope="module")
+def builder(backend):
+    """Return a Builder, with its logger kept alive."""
+    log = log_collector(backend.trt)
+    return SimpleNamespace(log=log, builder=backend.trt.Builder(log))
+
+
+def test_target_names_flavour_and_version(backend):
+    """The target is the import name and the module's own version."""
+    assert backend.target == f"tensorrt_rtx-{backend.trt.__version__}"
+    assert backend.version == backend.trt.__version__
+
+
+def test_supports_fp8_follows_the_module(backend):
+    """FP8 is supported when the module declares the type, and only then."""
+    assert backend.supports_fp8()
+    assert not Backend("tensorrt", "8.0", SimpleNamespace(DataType=SimpleNamespace())).supports_fp8()
+
+
+def test_unknown_flavour_lists_the_known_ones():
+    """A flavour that does not exist is refused with the list of those that do."""
+    with pytest.raises(BuildError, match=r"'openvino': expected one of \['tensorrt', 'tensorrt_"):
+        backend_named("openvino")
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_absent_flavour_says_how_to_install_it(monkeypatch, flavour):
+    """A flavour that cannot be imported is refused with the command that installs it."""
+    monkeypatch.setitem(sys.modules, flavour, None)
+    with pytest.raises(BuildError, match="cannot be imported") as caught:
+        backend_named(flavour)
+    assert FLAVOURS[flavour] in str(caught.value)
+
+
+def test_log_collector_keeps_warnings_and_errors(backend):
+    """Errors and warnings are kept in order with their severity; information is dropped."""
+    log = log_collector(backend.trt)
+    severity = backend.trt.ILogger
+    for level in ("ERROR", "INFO", "WARNING", "VERBOSE", "INTERNAL_ERROR"):
+        log.log(getattr(severity, level), level.lower())
+    assert log.lines == [
+        "[ERROR] error",
+        "[WARNING] warning",
+        "[INTERNAL_ERROR] internal_error",
+    ]
+
+
+def test_log_collector_hears_tensorrt(backend, builder):
+    """TensorRT's own complaint about a wrong call ends up in the lines."""
+    network = create_network(backend, builder.builder)
+    before = len(builder.log.lines)
+    tensor = network.add_input("x", backend.trt.DataType.FLOAT, (2, 2))
+    network.add_gather(tensor, tensor, 7)
+    config = create_config(backend, builder.builder, ())
+    assert builder.builder.build_serialized_network(network, config) is None
+    assert any(line.startswith("[ERROR]") for line in builder.log.lines[before:])
+
+
+def test_network_is_strongly_typed(backend, builder):
+    """Precision is the network's: it is created strongly typed."""
+    network = create_network(backend, builder.builder)
+    assert network.get_flag(backend.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+
+
+def test_N06_no_network_is_named(backend):
+    """A builder that returns no network is a BuildError with flavour and version."""
+    broken = SimpleNamespace(create_network=lambda flag: None)
+    with pytest.raises(BuildError, match=f"{backend.target}: create_network returned None"):
+        create_network(backend, broken)
+
+
+def test_capabilities_are_set_as_asked(backend, builder):
+    """"8.9" and "12.0" are asked for as SM89 and SM120, in that order."""
+    config = create_config(backend, builder.builder, ("8.9", "12.0"))
+    obtained = [config.get_compute_capability(i).name for i in range(2)]
+    assert config.num_compute_capabilities == 2
+    assert obtained == ["SM89", "SM120"]
+
+
+@pytest.mark.parametrize("capability", ["9.0", "", "sm89", "12", "CURRENT"])
+def test_other_capabilities_are_refused_with_the_declared_ones(backend, builder, capability):
+    """A capability that TensorRT-RTX does not declare is refused; the declared ones are listed."""
+    with pytest.raises(BuildError, match=f"compute capability '{capability}' is refused") as caught:
+        create_config(backend, builder.builder, ("8.9", capability))
+    declared = backend.trt.ComputeCapability.__members__
+    names = [f"{name[2:-1]}.{name[-1]}" for name in declared if name.startswith("SM")]
+    assert names
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_tensorrt_takes_no_capabilities(backend, builder):
+    """TensorRT builds for the GPU at hand: naming a capability is refused, naming none is not."""
+    full = Backend("tensorrt", "11.4.0", backend.trt)
+    with pytest.raises(BuildError, match=r"tensorrt-11.4.0: builds for the GPU at hand only"):
+        create_config(full, builder.builder, ("8.9",))
+    assert create_config(full, builder.builder, ()) is not None
