@@ -7,9 +7,11 @@ architecture    config.json -> Architecture
 weights         safetensors, single or sharded -> arrays
 hub             one pinned commit of the hub -> folder, offline first
 checkpoint      hub id, folder, bundled or random -> Checkpoint
+text_sources    where the texts are, as rows
 texts           text -> token ids with hashes and counts
 reference       Checkpoint -> Hugging Face model -> logits
 calibrate       Hugging Face model, tokens -> Scales
+scales          Scales <-> JSON
 backend         which TensorRT is here, and what differs between its flavours
 layers          pieces of a network: linear, layer norm, attention, quantize-dequantize
 network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
@@ -20,9 +22,11 @@ interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
 decoder         tokens -> logits, K and V, through prefill or decode
 metrics         logits, logits, tokens -> Metrics
+paired          differences to a stored run, paired a token
 baselines       Metrics <-> baselines/; differences
 verdicts        value, limit, baseline -> Cell
 report          Cells -> terminal table and results.json
+provenance      commit, versions, machine
 
 Nothing is imported here: ``gptneo_trt.metrics`` must load where neither torch,
 transformers, modelopt nor TensorRT is installed.

@@ -147,6 +147,25 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Hold a plan on disk.
+
+    Attributes:
+        path: the serialized engine.
+        plan_mib: its size.
+        build_s: seconds that TensorRT took when it was built.
+        cached: whether an earlier build was used.
+        log: TensorRT's warnings of that build.
+    """
+
+    path: Path
+    plan_mib: float
+    build_s: float
+    cached: bool
+    log: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Decoded:
     """Hold what a network gave for a set of equally long texts.
 
@@ -248,6 +267,22 @@ class PairedDifference:
     confidence: float
     texts: int
     positions: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Hold what one variant gave in one phase.
+
+    Attributes:
+        non_finite: the first NaN or infinity in logits, K or V, or None.
+        metrics: "prose/bf16", "prose/float32", "next_token/bf16" ... -> Metrics: text set and
+            type of the reference. Empty when something was not finite.
+        agreement: of decode with prefill on the same tokens; None in prefill.
+    """
+
+    non_finite: str | None
+    metrics: Mapping[str, Metrics]
+    agreement: Metrics | None = None
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,9 @@ def _read_shuffle(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IShuffleLayer
     rank = len(layer.get_input(0).shape)
     first, second = tuple(layer.first_transpose), tuple(layer.second_transpose)
-    shape = tuple(layer.reshape_dims)
     _refuse_unless(layer, {"zero_is_placeholder": (layer.zero_is_placeholder, True)})
-    _refuse_unless(layer, {"inputs": (layer.num_inputs, 1)})
+    _refuse_unless(layer, {"inputs": (layer.num_inputs, 1)})  # with 2 there are no reshape_dims
+    shape = tuple(layer.reshape_dims)
     before = (0, *(axis + 1 for axis in first[:rank]))
     after = (0, *(axis + 1 for axis in second[: len(shape)]))
 

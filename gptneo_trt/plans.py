@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from safetensors.numpy import save_file
 
 from gptneo_trt.backend import Backend
-from gptneo_trt.data import Checkpoint, Scales
+from gptneo_trt.data import Checkpoint, Plan, Scales
 from gptneo_trt.errors import BuildError
 from gptneo_trt.network import activation_scales
 from gptneo_trt.plan_worker import REFUSED
@@ -58,25 +58,6 @@ class PlanRequest:
     def title(self) -> str:
         """Return what an error message calls it."""
         return f"variant {self.variant.name}, {self.phase}, {self.backend.target}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Hold a plan on disk.
-
-    Attributes:
-        path: the serialized engine.
-        plan_mib: its size.
-        build_s: seconds that TensorRT took when it was built.
-        cached: whether an earlier build was used.
-        log: TensorRT's warnings of that build.
-    """
-
-    path: Path
-    plan_mib: float
-    build_s: float
-    cached: bool
-    log: tuple[str, ...]
 
 
 def plan_key(request: PlanRequest) -> str:

@@ -1,154 +1,183 @@
-"""Run an executor over the gate's texts and compare with the references; no verdicts here."""
+"""Run networks over the gate's texts and compare with the references; no verdicts here."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from gptneo_trt import decoder, metrics, reference
-from gptneo_trt.data import Architecture, Checkpoint, Decoded, Metrics, TextSet
-from gptneo_trt.decoder import Executor
-from gptneo_trt.metrics import ReferenceDistribution
+from gptneo_trt import calibrate, decoder, metrics, reference
+from gptneo_trt.backend import backend_named
+from gptneo_trt.checkpoint import checkpoint_from_source
+from gptneo_trt.data import Decoded, Measurement, Metrics, ReferenceDistribution, Scales, TextSet
+from gptneo_trt.errors import GptNeoTrtError
+from gptneo_trt.interpreter import Interpreter
+from gptneo_trt.network import build_network
+from gptneo_trt.texts import text_set
+from gptneo_trt.variants import Variant
 
+PROSE_TEXTS = 12  # windows of the context
 # The study's 1536 teacher-forced tokens, as 12 texts of 128 rather than 6 of 256: half the steps,
 # twice the texts to resample, and still beyond the window of a local layer.
-DECODE_TEXTS, DECODE_TOKENS = 12, 128
+DECODE_TOKENS = 128
 REFERENCE_TYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-NEXT_TOKEN = "questions"  # questions and prompts, scored at their last position
-BUCKET = 32  # texts of similar length run together, so that padding stays small
+BUCKET = 34  # texts of similar length run together, so that little is padded
 
-References = Mapping[str, Mapping[str, ReferenceDistribution]]
+Run = Callable[[np.ndarray], np.ndarray]  # token ids [N, T] -> logits [N, T, V]
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Hold what one variant gave in one phase.
+def last_rows(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return float32 [N, V]: the logits at the last token of each text, int32 [T].
 
-    Attributes:
-        non_finite: the first NaN or infinity in logits, K or V, or None.
-        metrics: "prose/bf16", "prose/float32", "questions/bf16" ... -> Metrics; empty when
-            something was not finite.
-        agreement: of decode with prefill on the same tokens; None in prefill.
+    Texts are right padded with token 0, which no earlier position sees.
     """
-
-    non_finite: str | None
-    metrics: Mapping[str, Metrics]
-    agreement: Metrics | None = None
-
-
-def stacked(text: TextSet) -> np.ndarray:
-    """Return int32 [N, T] of equally long texts."""
-    return np.stack(text.token_ids)
-
-
-def buckets(texts: Mapping[str, TextSet]) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Return (indices, token ids right padded with 0 [n, T], lengths) of questions and prompts."""
-    ragged = [ids for name in ("questions", "prompts") for ids in texts[name].token_ids]
-    order = sorted(range(len(ragged)), key=lambda index: len(ragged[index]))
-    groups = [order[start : start + BUCKET] for start in range(0, len(order), BUCKET)]
-    found = []
-    for group in groups:
-        lengths = np.array([len(ragged[index]) for index in group])
-        padded = np.zeros((len(group), lengths.max()), dtype=np.int32)
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    rows: dict[int, np.ndarray] = {}
+    for start in range(0, len(order), BUCKET):
+        group = order[start : start + BUCKET]
+        padded = np.zeros((len(group), len(texts[group[-1]])), dtype=np.int32)
         for row, index in enumerate(group):
-            padded[row, : lengths[row]] = ragged[index]
-        found.append((group, padded, lengths))
-    return found
+            padded[row, : len(texts[index])] = texts[index]
+        logits = run(padded)
+        rows |= {index: logits[row, len(texts[index]) - 1] for row, index in enumerate(group)}
+    return np.stack([rows[index] for index in range(len(texts))])
 
 
-def references_of(checkpoint: Checkpoint, texts: Mapping[str, TextSet]) -> References:
-    """Return "prefill/prose", "decode/prose", "prefill/questions" -> reference type -> what
-    comparisons reuse, from Hugging Face's own model.
-    """  # fmt: skip
-    prose = stacked(texts["prose"])
-    found: dict[str, dict[str, ReferenceDistribution]] = {}
-    for type_name, dtype in REFERENCE_TYPES.items():
-        model = reference.torch_model(checkpoint, dtype)
-        logits = reference.logits(model, prose)
-        some = logits[:DECODE_TEXTS, :DECODE_TOKENS]
-        last = _last_rows(lambda padded, m=model: reference.logits(m, padded), texts)
-        rows = {
-            "prefill/prose": (prose, logits),
-            "decode/prose": (prose[:DECODE_TEXTS, :DECODE_TOKENS], some),
-        }
-        for name, (token_ids, part) in rows.items():
-            found.setdefault(name, {})[type_name] = _distribution(token_ids, part)
-        no_target = np.full(len(last), -1)
-        found.setdefault(f"prefill/{NEXT_TOKEN}", {})[type_name] = metrics.reference_distribution(
-            last, no_target, np.arange(len(last))
-        )
-    return found
-
-
-def _distribution(token_ids: np.ndarray, logits: np.ndarray) -> ReferenceDistribution:
+def distribution(token_ids: np.ndarray, logits: np.ndarray) -> ReferenceDistribution:
+    """Return what comparisons with logits [N, T, V] of texts [N, T] reuse."""
     text, position, target = metrics.scored_rows(list(token_ids), "every")
     return metrics.reference_distribution(logits[text, position], target, text)
 
 
-def _last_rows(run, texts: Mapping[str, TextSet]) -> np.ndarray:
-    """Return float32 [M, V], the logits at the last token of each question and prompt."""
-    rows = {}
-    for group, padded, lengths in buckets(texts):
-        logits = run(padded)
-        rows |= {index: logits[row, lengths[row] - 1] for row, index in enumerate(group)}
-    return np.stack([rows[index] for index in sorted(rows)])
-
-
-def measure_prefill(
-    executor: Executor,
-    architecture: Architecture,
-    texts: Mapping[str, TextSet],
-    references: References,
-) -> tuple[Measurement, np.ndarray]:
-    """Return the measurement, and the logits [12, 128, V] that decode is held against."""
-    decoded = decoder.prefill(executor, architecture, stacked(texts["prose"]))
-    non_finite = _non_finite(decoded)
-    kept = decoded.logits[:DECODE_TEXTS, :DECODE_TOKENS].copy()
-    if non_finite:
-        return Measurement(non_finite, {}), kept
-    found = _compared("prose", references["prefill/prose"], decoded.logits)
-    last = _last_rows(
-        lambda padded: decoder.prefill(executor, architecture, padded).logits, texts
-    )
-    non_finite = metrics.first_non_finite({"next-token logits": last})
-    if non_finite:
-        return Measurement(non_finite, {}), kept
-    found |= _compared(NEXT_TOKEN, references[f"prefill/{NEXT_TOKEN}"], last)
-    return Measurement(None, found), kept
-
-
-def measure_decode(
-    executor: Executor,
-    architecture: Architecture,
-    texts: Mapping[str, TextSet],
-    references: References,
-    prefill_logits: np.ndarray,
-) -> Measurement:
-    """Return the measurement of teacher-forced decode, with its agreement with prefill."""
-    token_ids = stacked(texts["prose"])[:DECODE_TEXTS, :DECODE_TOKENS]
-    decoded = decoder.decode(executor, architecture, token_ids)
-    non_finite = _non_finite(decoded)
-    if non_finite:
-        return Measurement(non_finite, {})
-    found = _compared("prose", references["decode/prose"], decoded.logits)
-    vocabulary = decoded.logits.shape[-1]
-    own = _distribution(token_ids, prefill_logits)
-    agreement = metrics.compare(own, decoded.logits.reshape(-1, vocabulary))
-    return Measurement(None, found, metrics.summarize(agreement))
-
-
-def _non_finite(decoded: Decoded) -> str | None:
-    arrays = {"logits": decoded.logits, "keys": decoded.keys, "values": decoded.values}
-    return metrics.first_non_finite(arrays)
-
-
-def _compared(
+def compared(
     name: str, references: Mapping[str, ReferenceDistribution], logits: np.ndarray
 ) -> dict[str, Metrics]:
+    """Return "<name>/<reference type>" -> Metrics of logits [..., V]."""
     rows = logits.reshape(-1, logits.shape[-1])
-    compared = metrics.compare_many(list(references.values()), rows)
+    found = metrics.compare_many(list(references.values()), rows)
     return {
         f"{name}/{type_name}": metrics.summarize(tokens)
-        for type_name, tokens in zip(references, compared, strict=True)
+        for type_name, tokens in zip(references, found, strict=True)
     }
+
+
+class Pipeline:
+    """Hold one checkpoint, its texts and its references, and measure rows on them."""
+
+    def __init__(self, model: str, flavour: str, text_source: str, context: int) -> None:
+        """Remember what to load; nothing is loaded before it is needed."""
+        torch.set_num_threads(1)
+        self.model, self.flavour = model, flavour
+        self.text_source, self.context = text_source, context
+
+    @cached_property
+    def checkpoint(self):
+        """Return the checkpoint."""
+        return checkpoint_from_source(self.model)
+
+    @cached_property
+    def prose(self) -> np.ndarray:
+        """Return int32 [N, T]: the first windows of the prose."""
+        return np.stack(self._text("prose").token_ids[:PROSE_TEXTS])
+
+    @cached_property
+    def next_token_texts(self) -> list[np.ndarray]:
+        """Return the questions and the prompts, scored at their last token."""
+        return [ids for name in ("questions", "prompts") for ids in self._text(name).token_ids]
+
+    def _text(self, name: str) -> TextSet:
+        shapes, file = self.checkpoint.architecture, self.checkpoint.tokenizer_file
+        return text_set(name, self.text_source, file, self.context, shapes.vocab_size)
+
+    @cached_property
+    def references(self) -> dict[str, dict[str, ReferenceDistribution]]:
+        """Return "prefill", "decode" and "next_token" -> reference type -> distribution.
+
+        The logits are those of Hugging Face's own model.
+        """
+        found: dict[str, dict[str, ReferenceDistribution]] = {}
+        texts = self.next_token_texts
+        for type_name, dtype in REFERENCE_TYPES.items():
+            model = reference.torch_model(self.checkpoint, dtype)
+            logits = reference.logits(model, self.prose)
+            short = self.prose[:, :DECODE_TOKENS]
+            last = last_rows(lambda ids, model=model: reference.logits(model, ids), texts)
+            no_target, blocks = np.full(len(last), -1), np.arange(len(last))
+            for name, part in {
+                "prefill": distribution(self.prose, logits),
+                "decode": distribution(short, logits[:, :DECODE_TOKENS]),
+                "next_token": metrics.reference_distribution(last, no_target, blocks),
+            }.items():
+                found.setdefault(name, {})[type_name] = part
+        return found
+
+    def load(self) -> None:
+        """Load everything that a measurement needs."""
+        if self.checkpoint.has_quality:
+            _ = self.references
+
+    def calibrate(self, text: TextSet, modules: Sequence[str]) -> Scales:
+        """Return the calibrated ranges of these modules; the model is made for this alone."""
+        model = reference.torch_model(self.checkpoint, torch.bfloat16)
+        return calibrate.calibrate(model, self.checkpoint, text, modules)
+
+    def measure(
+        self, variant: Variant, scales: Scales | None
+    ) -> dict[str, Measurement | GptNeoTrtError]:
+        """Return phase -> what the row gave, or the error that kept it from giving anything."""
+        found: dict[str, Measurement | GptNeoTrtError] = {}
+        try:
+            found["prefill"], logits = self.measure_prefill(variant, scales)
+        except GptNeoTrtError as error:
+            return {"prefill": error, "decode": error}
+        try:
+            found["decode"] = self.measure_decode(variant, scales, logits)
+        except GptNeoTrtError as error:
+            found["decode"] = error
+        return found
+
+    def _executor(self, variant: Variant, scales: Scales | None, phase: str) -> Interpreter:
+        backend = backend_named(self.flavour)
+        network = build_network(
+            backend, self.checkpoint, variant, scales, phase, self.context
+        )
+        return Interpreter(network)
+
+    def measure_prefill(
+        self, variant: Variant, scales: Scales | None
+    ) -> tuple[Measurement, np.ndarray]:
+        """Return the measurement, and the logits [N, 128, V] that decode is held against."""
+        executor = self._executor(variant, scales, "prefill")
+        architecture = self.checkpoint.architecture
+        decoded = decoder.prefill(executor, architecture, self.prose)
+        last = last_rows(
+            lambda ids: decoder.prefill(executor, architecture, ids).logits,
+            self.next_token_texts,
+        )
+        kept = decoded.logits[:, :DECODE_TOKENS]
+        non_finite = _first_non_finite(decoded, {"next-token logits": last})
+        if non_finite:
+            return Measurement(non_finite, {}), kept
+        found = compared("prose", self.references["prefill"], decoded.logits)
+        found |= compared("next_token", self.references["next_token"], last)
+        return Measurement(None, found), kept
+
+    def measure_decode(
+        self, variant: Variant, scales: Scales | None, prefill_logits: np.ndarray
+    ) -> Measurement:
+        """Return the measurement of teacher-forced decode, with its agreement with prefill."""
+        executor = self._executor(variant, scales, "decode")
+        token_ids = self.prose[:, :DECODE_TOKENS]
+        decoded = decoder.decode(executor, self.checkpoint.architecture, token_ids)
+        non_finite = _first_non_finite(decoded, {"prefill logits": prefill_logits})
+        if non_finite:
+            return Measurement(non_finite, {})
+        found = compared("prose", self.references["decode"], decoded.logits)
+        own = {"prefill": distribution(token_ids, prefill_logits)}
+        agreement = compared("agreement", own, decoded.logits)["agreement/prefill"]
+        return Measurement(None, found, agreement)
+
+
+def _first_non_finite(decoded: Decoded, more: Mapping[str, np.ndarray]) -> str | None:
+    arrays = {"logits": decoded.logits, "keys": decoded.keys, "values": decoded.values}
+    return metrics.first_non_finite(arrays | dict(more))

@@ -1,0 +1,80 @@
+"""Say where a figure comes from: commit, versions, machine."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from gptneo_trt.data import Provenance
+
+PACKAGES = (
+    "datasets",
+    "numpy",
+    "nvidia-modelopt",
+    "safetensors",
+    "tensorrt",
+    "tensorrt-rtx",
+    "tokenizers",
+    "torch",
+    "transformers",
+)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def provenance(target: str, command: Sequence[str]) -> Provenance:
+    """Return the provenance of figures measured now, by this process.
+
+    Args:
+        target: for example "cpu/tensorrt_rtx-1.6.1.120".
+        command: as typed, without the folder of the program.
+    """
+    return Provenance(
+        target=target,
+        commit=_commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=" ".join(command),
+        versions={"python": platform.python_version()} | _versions(),
+        machine=f"{_processor()}, {os.cpu_count()} cores, {sys.platform}",
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
+
+
+def _commit() -> str:
+    """Return the commit, with "-dirty" when tracked files differ from it, or "unknown"."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if changed else commit
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

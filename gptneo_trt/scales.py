@@ -1,0 +1,53 @@
+"""Keep calibrated scales in a file: Scales <-> JSON; needs neither torch nor ModelOpt."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gptneo_trt.data import Checkpoint, Scales, TextSet
+from gptneo_trt.errors import CalibrationError
+
+
+def write_scales(path: Path, scales: Scales) -> None:
+    """Write scales as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {**vars(scales), "activation_amax": dict(scales.activation_amax)}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_scales(
+    path: Path, checkpoint: Checkpoint, text: TextSet, modules: Sequence[str]
+) -> Scales | None:
+    """Return stored scales when they are of this checkpoint, text and set of modules.
+
+    None means that there are none of these: calibrate. Values are checked again on reading.
+
+    Raises:
+        CalibrationError: the file cannot be read, or holds a value that is no range.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["activation_amax"] = {k: float(v) for k, v in content["activation_amax"].items()}
+        content["notes"] = tuple(content["notes"])
+        scales = Scales(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CalibrationError(f"{path}: not a scales file: {error}; delete it") from error
+    of_this = (
+        scales.checkpoint_sha256 == checkpoint.sha256
+        and scales.text_sha256 == text.sha256
+        and scales.tokens == text.tokens
+        and set(scales.activation_amax) == set(modules)
+    )
+    if not of_this:
+        return None
+    wrong = sorted(m for m, amax in scales.activation_amax.items() if not 0 < amax < np.inf)
+    if wrong:
+        raise CalibrationError(f"{path}: ranges of {wrong} are not positive; delete it")
+    return scales

@@ -1,0 +1,123 @@
+"""What one run of the gate found: cells, values, tokens; and the baselines written from it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gptneo_trt import baselines, report
+from gptneo_trt.baselines import Baseline
+from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, TokenMetrics
+from gptneo_trt.errors import BaselineError
+from gptneo_trt.verdicts import Key, problems
+
+BASELINE_PREFIX = "regression/"  # metrics that are judged against the stored run
+STORED_REFERENCE = "float32"  # bf16's own error differs between processors, float32's does not
+
+
+def regression_tokens(tokens: TokenMetrics) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return metric -> (values a token, larger is worse; text index), float64 and int32 [M]."""
+    scored = ~np.isnan(tokens.nll_nats)
+    return {
+        "kl_mean_nats": (tokens.kl_nats, tokens.text),
+        "nll_mean_nats": (tokens.nll_nats[scored], tokens.text[scored]),
+        "top1_disagreement_frac": ((~tokens.top1).astype(np.float64), tokens.text),
+    }
+
+
+@dataclass
+class GateRun:
+    """Collect what the tests found, for the summary and for the baselines.
+
+    Attributes:
+        expected: (variant, phase, metric) of every selected gate test.
+        deselected: how many more were collected.
+        cells: what was judged, in order.
+        values: variant -> flat values, judged or not.
+        tokens: variant -> flat values a token.
+        checkpoint, provenance, key, folder: of this run; None before a fixture set them.
+        written: a line a change of a baseline.
+    """
+
+    expected: set[Key] = field(default_factory=set)
+    deselected: int = 0
+    cells: list[Cell] = field(default_factory=list)
+    values: dict[str, dict[str, float]] = field(default_factory=dict)
+    tokens: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    provenance: Provenance | None = None
+    key: Mapping[str, object] = field(default_factory=dict)
+    folder: Path | None = None
+    written: list[str] = field(default_factory=list)
+
+    def has_cell(self, key: Key) -> bool:
+        """Return whether a cell of this name was judged."""
+        return any((cell.variant, cell.phase, cell.metric) == key for cell in self.cells)
+
+    def add_plan(self, variant: str, phase: str, plan: Plan) -> None:
+        """Keep the figures of a plan."""
+        row = self.values.setdefault(variant, {})
+        row |= {f"{phase}/plan_mib": plan.plan_mib, f"{phase}/build_s": plan.build_s}
+
+    def add_measurement(self, variant: str, phase: str, measured: Measurement) -> None:
+        """Keep the figures of a measurement."""
+        row = self.values.setdefault(variant, {})
+        tokens = self.tokens.setdefault(variant, {})
+        for name, found in measured.metrics.items():
+            row |= {f"{phase}/{name}/{metric}": value for metric, value in found.values.items()}
+        stored = measured.metrics.get(f"prose/{STORED_REFERENCE}")
+        if stored:
+            for metric, (values, _) in regression_tokens(stored.tokens).items():
+                tokens[f"{phase}/{BASELINE_PREFIX}{metric}"] = values
+        if measured.agreement:
+            row["decode/agreement/kl_mean_nats"] = measured.agreement.values["kl_mean_nats"]
+
+    def problems(self) -> list[str]:
+        """Return everything that keeps this run from being green."""
+        return problems(self.expected, self.cells) if self.expected else []
+
+    def update_baselines(self) -> list[str]:
+        """Write a baseline for every row whose other cells passed; return a line a change.
+
+        Raises:
+            BaselineError: nothing was measured.
+        """
+        if self.folder is None or self.provenance is None or not self.values:
+            raise BaselineError("no baseline written: nothing was measured; select gate tests")
+        lines = []
+        for variant in sorted({variant for variant, _, _ in self.expected}):
+            wrong = self._unfit(variant)
+            if wrong:
+                lines.append(f"{variant}: not written: {'; '.join(wrong)}")
+            else:
+                lines += self._write(variant)
+        return lines
+
+    def _unfit(self, variant: str) -> list[str]:
+        """Return what keeps a row from being stored: every other cell must have passed."""
+        own = {key for key in self.expected if key[0] == variant}
+        own = {key for key in own if not key[2].startswith(BASELINE_PREFIX)}
+        cells = [cell for cell in self.cells if (cell.variant, cell.phase, cell.metric) in own]
+        return problems(own, cells)
+
+    def _write(self, variant: str) -> list[str]:
+        values = {
+            name: value
+            for name, value in self.values[variant].items()
+            if not name.endswith("build_s")
+        }
+        new = Baseline(self.key, asdict(self.provenance), values, self.tokens.get(variant, {}))
+        try:
+            old = baselines.read(self.folder, variant)
+            changes = [f"{variant}: {line}" for line in baselines.differences(old, new)]
+        except BaselineError as error:
+            changes = [f"{variant}: new ({error})"]
+        baselines.write(self.folder, variant, new)
+        return changes or [f"{variant}: unchanged"]
+
+    def report(self) -> dict[str, object]:
+        """Return the content of ``results.json``."""
+        return report.results(
+            self.checkpoint, self.provenance, self.cells, self.expected, self.values
+        )

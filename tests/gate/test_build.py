@@ -1,0 +1,59 @@
+"""Both networks build, their plans have the stored size, and they quantize what the row says."""
+
+import pytest
+
+from gptneo_trt.data import Cell
+from gptneo_trt.inspection import quantization_of
+from gptneo_trt.network import PHASES, build_network
+from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit, judge_stored
+from tests.gate import limits
+from tests.gate.measurer import CONTEXT
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.cells(phases=PHASES, metrics=("build",))
+def test_plan_builds(variant, phase, metric, planned, judge):
+    """TensorRT builds a plan of this row."""
+    built = planned(variant, phase)
+    reason = "; ".join(("built", *built.log))
+    judge(Cell(variant.name, phase, metric, "built", None, None, "passed", reason))
+
+
+@pytest.mark.cells(phases=PHASES, metrics=("plan_mib",))
+def test_plan_size_is_within_its_limits(variant, phase, metric, planned, judge, checkpoint):
+    """A plan is no larger than the weights of its row explain, and no smaller."""
+    built = planned(variant, phase)
+    smallest, largest = limits.plan_mib(checkpoint, variant, phase)
+    low = judge_limit(variant.name, phase, metric, built.plan_mib, Bound(AT_LEAST, smallest))
+    high = judge_limit(variant.name, phase, metric, built.plan_mib, Bound(AT_MOST, largest))
+    judge(low if low.verdict != "passed" else high)
+
+
+@pytest.mark.cells(phases=PHASES, metrics=("regression/plan_mib",))
+def test_plan_size_is_the_stored_one(variant, phase, metric, planned, judge, stored, comparing):
+    """A plan has the size of the stored run's."""
+    built = planned(variant, phase)
+    if not comparing:
+        pytest.skip("baselines are being written")
+    expected = stored(variant).values.get(f"{phase}/plan_mib")
+    tolerance = limits.PLAN_SIZE_FRAC
+    judge(judge_stored(variant.name, phase, metric, built.plan_mib, expected, tolerance))
+
+
+@pytest.mark.cells(phases=PHASES, metrics=("quantized_projections",))
+def test_exactly_the_intended_projections_are_quantized(
+    variant, phase, metric, backend, checkpoint, scales, judge
+):
+    """The network read back from TensorRT has FP8 products where the row says, and nowhere else."""
+    network = build_network(backend, checkpoint, variant, scales, phase, CONTEXT)
+    found = quantization_of(network)
+    expected = variant.quantized_modules(checkpoint.architecture.num_layers)
+    missing = sorted(set(expected) - set(found.modules))
+    extra = sorted(set(found.modules) - set(expected))
+    verdict = "failed" if missing or extra else "passed"
+    reason = f"{len(found.modules)} of {len(found.products)} products read FP8"
+    if verdict == "failed":
+        reason += f"; missing: {missing}; not intended: {extra}"
+    count, wanted = len(found.modules), len(expected)
+    judge(Cell(variant.name, phase, metric, count, wanted, None, verdict, reason))
