@@ -41,7 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tensorrt", default="tensorrt_rtx", choices=sorted(FLAVOURS), help="flavour that builds"
     )
     group.addoption(
-        "--gate-report", metavar="DIR", type=Path, help="write results.json into this folder"
+        "--gate-report",
+        metavar="DIR",
+        type=Path,
+        help="write results.json into this folder; write --gate-report=DIR, since pytest takes a "
+        "separate, existing folder for a place of tests",
     )
     group.addoption(
         "--gate-cache",
@@ -126,9 +130,7 @@ def calibration_text(checkpoint: Checkpoint) -> TextSet:
     if not checkpoint.has_quality:
         return random_text_set("calibration", shapes.vocab_size)
     source = text_source_of(checkpoint)
-    return text_set(
-        "calibration", source, checkpoint.tokenizer_file, CONTEXT, shapes.vocab_size
-    )
+    return text_set("calibration", source, checkpoint.tokenizer_file, CONTEXT, shapes.vocab_size)
 
 
 @pytest.fixture(scope="session")
@@ -210,10 +212,19 @@ def measurement(
         found = measurer.result(variant, phase)
         if variant.name not in shown:
             shown.add(variant.name)
-            progress(pytestconfig, f"[{len(shown)}/{len(rows)}] {variant.name}: measured")
+            progress(pytestconfig, f"[{len(shown)}/{len(rows)}] {_summary(variant, found)}")
         return found
 
     return measured
+
+
+def _summary(variant: Variant, measurement: Measurement) -> str:
+    """Return one line about a row that was measured."""
+    if measurement.non_finite:
+        return f"{variant.name}: {measurement.non_finite}"
+    values = measurement.metrics["prose/bf16"].values
+    loss, error = values["kl_mean_nats"], values["kl_mean_stderr_nats"]
+    return f"{variant.name}: KL {loss:.3g} +- {error:.1g} nats, top-1 {values['top1_frac']:.3f} "
 
 
 def progress(config: pytest.Config, line: str) -> None:

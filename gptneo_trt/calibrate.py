@@ -84,13 +84,18 @@ def quantized_model(
         token_ids: int32 [T] each, one forward pass a text.
 
     Raises:
-        CalibrationError: a module does not exist, or other quantizers than these are on.
+        CalibrationError: a module does not exist, a weight is not finite, or other quantizers
+            than these are on.
     """
     quantization = _modelopt()
     copied = copy.deepcopy(model)
     missing = sorted(set(modules) - {name for name, _ in copied.named_modules()})
     if missing:
         raise CalibrationError(f"modules {missing} do not exist in the model; check the variant")
+
+    bad = sorted(n for n, weight in copied.named_parameters() if not weight.isfinite().all())
+    if bad:
+        raise CalibrationError(f"weights {bad} hold NaN or infinity; use another checkpoint")
 
     def forward_loop(calibrated: torch.nn.Module) -> None:
         for ids in token_ids:

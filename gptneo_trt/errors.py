@@ -31,12 +31,13 @@ class BuildError(GptNeoTrtError):
     """TensorRT refused, crashed or hung while a network or a plan was built.
 
     Attributes:
+        message: what failed, without TensorRT's lines.
         log: TensorRT's own warning and error lines, in order.
     """
 
     def __init__(self, message: str, log: tuple[str, ...] = ()) -> None:
         super().__init__("\n".join((message, *(f"  TensorRT: {line}" for line in log))))
-        self.log = log
+        self.message, self.log = message, log
 
 
 class RunError(GptNeoTrtError):

@@ -22,15 +22,24 @@ from gptneo_trt.errors import RunError
 
 Operation = Callable[..., torch.Tensor]
 FP8_MAX = 448.0
+# Bit patterns of float32, whose exponent starts at bit 23 with a bias of 127.
+FLOAT32_EXPONENT = 0xFF << 23
+E4M3_SMALLEST_NORMAL = (127 - 6) << 23  # 2^-6
+TWENTY = 20 << 23  # from 2^exponent to 2^23 steps of 2^(exponent - 3)
 
 
 def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
     """Round float32 to FP8 E4M3: nearest even, saturating at 448; NaN stays NaN.
 
-    The clamp comes before the cast, because casts of other values above 448 have given NaN or
-    448 depending on the library's version.
+    E4M3 has steps of 2^(exponent - 3), and of 2^-9 below 2^-6. Adding and subtracting 1.5 * 2^23
+    steps leaves a multiple of the step, because float32 has 24 bits and adds to nearest even.
+    The values are those of a saturating cast to ``torch.float8_e4m3fn`` (tested over every value
+    and midpoint), in less than half its time.
     """
-    return tensor.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    clamped = tensor.clamp(-FP8_MAX, FP8_MAX)
+    exponent = clamped.view(torch.int32) & FLOAT32_EXPONENT
+    steps = exponent.clamp_(min=E4M3_SMALLEST_NORMAL).add_(TWENTY).view(torch.float32).mul_(1.5)
+    return clamped.add_(steps).sub_(steps)
 
 
 def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
@@ -89,8 +98,14 @@ def _read_shuffle(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IShuffleLayer
     rank = len(layer.get_input(0).shape)
     first, second = tuple(layer.first_transpose), tuple(layer.second_transpose)
-    _refuse_unless(layer, {"zero_is_placeholder": (layer.zero_is_placeholder, True)})
-    _refuse_unless(layer, {"inputs": (layer.num_inputs, 1)})  # with 2 there are no reshape_dims
+    _refuse_unless(
+        layer,
+        {
+            "zero_is_placeholder": (layer.zero_is_placeholder, True),
+            "inputs": (layer.num_inputs, 1),
+            "reshapes": (layer.reshape_dims is not None, True),
+        },
+    )
     shape = tuple(layer.reshape_dims)
     before = (0, *(axis + 1 for axis in first[:rank]))
     after = (0, *(axis + 1 for axis in second[: len(shape)]))

@@ -107,8 +107,8 @@ def main(arguments: list[str]) -> int:
     try:
         record = build(job)
     except GptNeoTrtError as error:
-        lines = getattr(error, "log", ())
-        print(json.dumps({"error": str(error), "log": lines}))
+        lines, message = getattr(error, "log", ()), getattr(error, "message", str(error))
+        print(json.dumps({"error": message, "log": lines}))
         return REFUSED
     side_car = json.dumps(record | {"plan": Path(job["plan"]).name}, indent=1, sort_keys=True)
     _write_whole(Path(job["side_car"]), side_car.encode())

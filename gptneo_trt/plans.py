@@ -149,7 +149,7 @@ def _stored_weights(checkpoint: Checkpoint, cache: Path) -> Path:
 
 def _build(request: PlanRequest, cache: Path, plan_path: Path, timeout_s: float) -> Plan:
     side_car = plan_path.with_suffix(".json")
-    side_car.unlink(missing_ok=True)
+    _clear(plan_path)
     variant = _job(request)["variant"] | {"name": request.variant.name, "summary": ""}
     job = _job(request) | {
         "variant": variant,
@@ -162,11 +162,22 @@ def _build(request: PlanRequest, cache: Path, plan_path: Path, timeout_s: float)
         job_file = Path(folder) / "job.json"
         job_file.write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "gptneo_trt.plan_worker", str(job_file)]
-        _run_worker(request, command, Path(folder), timeout_s)
+        try:
+            _run_worker(request, command, Path(folder), timeout_s)
+        except BuildError:
+            _clear(plan_path)
+            raise
     plan = _stored_plan(plan_path, cached=False)
     if plan is None:
         raise BuildError(f"{request.title}: the worker ended well but {plan_path} is not whole")
     return plan
+
+
+def _clear(plan_path: Path) -> None:
+    """Remove plan, side-car and what a worker that was killed was still writing."""
+    for path in plan_path.parent.glob(f"{plan_path.stem}.*"):
+        if path.suffix != ".lock":
+            path.unlink(missing_ok=True)
 
 
 def _run_worker(
@@ -197,7 +208,9 @@ def _run_worker(
         return
     said = errors.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     if status == REFUSED:
-        raise BuildError(f"{request.title}: " + json.loads(output.read_text())["error"])
+        # The last line: native code may have written to standard output before.
+        refusal = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+        raise BuildError(f"{request.title}: {refusal['error']}", tuple(refusal["log"]))
     if status is None:
         reason = f"the builder hung and was killed after {timeout_s:g} s"
     elif status < 0:

@@ -10,8 +10,6 @@ from typing import Any
 
 from gptneo_trt.errors import CheckpointError
 
-CHOICE_LABELS = "ABCDE"
-
 
 @dataclass(frozen=True)
 class TextSource:
@@ -58,12 +56,11 @@ def _paragraph(row: Mapping[str, Any]) -> str:
 
 
 def _question(row: Mapping[str, Any]) -> str:
-    """Return the question, its labelled choices (ARC: the texts of them) and "Answer:"."""
-    choices = row["choices"]
-    texts = choices["text"] if isinstance(choices, Mapping) else choices
-    labelled = zip(CHOICE_LABELS[: len(texts)], texts, strict=True)
-    lines = [f"{label}. {_string(text)}" for label, text in labelled]
-    return "\n".join((f"Question: {_string(row['question'])}", *lines, "Answer:"))
+    """Return the question and "Answer:", the prompt of ARC in lm-evaluation-harness.
+
+    What is scored is the token that follows; the choices would only make texts longer.
+    """
+    return f"Question: {_string(row['question'])}\nAnswer:"
 
 
 def _messages(row: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def _marks(model: str, variant: str, metric: str) -> list[pytest.MarkDecorator]:
     decision = limits.DECISIONS.get(model.partition("@")[0], {}).get(variant)
     if metric != "ship" or decision != limits.STUDIED:
         return []
-    reason = f"{variant} is marked {decision}; now within the limits: revisit the decision"
+    reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
     return [pytest.mark.xfail(strict=True, raises=OutsideShipLimits, reason=reason)]
 
 

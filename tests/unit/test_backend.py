@@ -32,7 +32,9 @@ def test_target_names_flavour_and_version(backend):
 def test_supports_fp8_follows_the_module(backend):
     """FP8 is supported when the module declares the type, and only then."""
     assert backend.supports_fp8()
-    assert not Backend("tensorrt", "8.0", SimpleNamespace(DataType=SimpleNamespace())).supports_fp8()
+    assert not Backend(
+        "tensorrt", "8.0", SimpleNamespace(DataType=SimpleNamespace())
+    ).supports_fp8()
 
 
 def test_unknown_flavour_lists_the_known_ones():
@@ -88,7 +90,7 @@ def test_N06_no_network_is_named(backend):
 
 
 def test_capabilities_are_set_as_asked(backend, builder):
-    """"8.9" and "12.0" are asked for as SM89 and SM120, in that order."""
+    """ "8.9" and "12.0" are asked for as SM89 and SM120, in that order."""
     config = create_config(backend, builder.builder, ("8.9", "12.0"))
     obtained = [config.get_compute_capability(i).name for i in range(2)]
     assert config.num_compute_capabilities == 2

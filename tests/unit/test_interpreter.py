@@ -53,15 +53,16 @@ def hand_made(backend):
     return make
 
 
-@pytest.mark.parametrize("row", ["fp32", "fp16", "fp8-all"])
-def test_texts_together_are_texts_one_by_one(backend, t0, row):
-    """N texts at once give what each gives alone."""
+@pytest.mark.parametrize(("row", "tolerance"), [("fp32", 1e-4), ("fp16", 2e-2)])
+def test_texts_together_are_texts_one_by_one(backend, t0, row, tolerance):
+    """N texts at once give what each gives alone, up to the order of a sum."""
     executor = interpreter(backend, t0, row)
     together = executor.run(FEEDS)
     for text in range(len(TOKENS)):
         alone = executor.run({name: feed[text : text + 1] for name, feed in FEEDS.items()})
         for name, tensor in alone.items():
-            torch.testing.assert_close(tensor, together[name][text : text + 1], rtol=0, atol=2e-3)
+            expected = together[name][text : text + 1]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=tolerance)
 
 
 def test_outputs_have_the_declared_shapes(prefill):
@@ -169,13 +170,17 @@ def test_unknown_type_is_refused(backend, hand_made):
     """A tensor of a type that cannot be rounded to is refused, although a reader exists."""
     trt = backend.trt
 
-    def add(definition, x):
-        scale = definition.add_constant((), trt.Weights(np.float32(1).reshape(())))
-        layer = definition.add_quantize(x, scale.get_output(0), trt.DataType.INT8)
-        return [definition.add_dequantize(layer.get_output(0), scale.get_output(0),
-                                          trt.DataType.FLOAT).get_output(0)]
+    array = np.ones((), np.float32)
 
-    with pytest.raises(RunError, match="INT8"):
+    def add(definition, x):
+        scale = definition.add_constant((), trt.Weights(array)).get_output(0)
+        layer = definition.add_quantize(x, scale, trt.DataType.INT8)
+        layer.name = "input.quantize"
+        return [definition.add_dequantize(layer.get_output(0), scale, x.dtype).get_output(0)]
+
+    with pytest.raises(
+        RunError, match="layer input.quantize .*to_type = .*INT8|tensor type .*INT8"
+    ):
         Interpreter(hand_made(add))
 
 

@@ -58,7 +58,14 @@ def run(graph, output, x):
     output.name = "y"
     graph.network.mark_output(output)
     network = Network(
-        graph.backend, None, graph.network, None, VARIANTS["fp16"], "prefill", 1, tuple(graph.arrays)
+        graph.backend,
+        None,
+        graph.network,
+        None,
+        VARIANTS["fp16"],
+        "prefill",
+        1,
+        tuple(graph.arrays),
     )
     return Interpreter(network).run({"x": torch.from_numpy(x)[None]})["y"][0].numpy()
 
@@ -141,7 +148,9 @@ def test_C02_unusable_weight_is_named(value):
     """(a, e) A weight of zeros, or with one value that is not finite, has no scale: named."""
     weight = np.zeros((3, 4), np.float32)
     weight[1, 2] = value
-    with pytest.raises(BuildError, match=r"h.1.mlp.c_fc.weight: largest absolute value (0|nan|inf)"):
+    with pytest.raises(
+        BuildError, match=r"h.1.mlp.c_fc.weight: largest absolute value (0|nan|inf)"
+    ):
         layers.weight_scale("h.1.mlp.c_fc", weight)
 
 

@@ -217,7 +217,11 @@ UNSUPPORTED = {
     ),
     "sigmoid": (
         lambda k: k.network.add_activation(k.x, k.trt.ActivationType.SIGMOID),
-        "activation ActivationType.SIGMOID is unknown",
+        "SIGMOID",
+    ),
+    "elu": (
+        lambda k: k.network.add_activation(k.x, k.trt.ActivationType.ELU),
+        "ELU",
     ),
     "cast to integers": (
         lambda k: k.network.add_cast(k.x, k.trt.DataType.INT32),
@@ -232,6 +236,10 @@ UNSUPPORTED = {
         lambda k: shuffle(k, zero_is_placeholder=False),
         r"zero_is_placeholder = False \(supported: True\)",
     ),
+    "shuffle that only transposes": (
+        lambda k: k.network.add_shuffle(k.x),
+        r"reshapes = False \(supported: True\)",
+    ),
     "shuffle to a tensor's shape": (dynamic_shuffle, r"inputs = 2 \(supported: 1\)"),
     "normalization over rows": (lambda k: normalization(k, axes=1), r"axes = 1 \(supported: 2\)"),
     "causal attention": (lambda k: attention(k, causal="UPPER_LEFT"), "causal_kind = .*UPPER_LEFT"),
@@ -244,7 +252,7 @@ UNSUPPORTED = {
         "norm_op = .*NONE",
     ),
     "attention without mask": (attention, r"mask = None \(supported"),
-    "attention with a bias": (float_mask, "mask = .*FLOAT.* supported"),
+    "attention with a bias": (float_mask, "mask = .*FLOAT.*supported"),
     "quantize to INT8": (
         lambda k: k.network.add_quantize(k.x, k.scale, k.trt.DataType.INT8),
         "to_type = .*INT8",

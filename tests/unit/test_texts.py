@@ -89,12 +89,11 @@ def test_prose_file_is_its_paragraphs():
 
 
 def test_questions_are_formatted():
-    """A question is its text, four labelled choices and "Answer:"."""
+    """A question is its text and "Answer:", as in lm-evaluation-harness."""
     with (texts.BUNDLED_FOLDER / "questions.jsonl").open(encoding="utf-8") as lines:
         first = json.loads(next(lines))
     obtained = texts_from_source(BUNDLED["questions"])[0].split("\n")
-    choices = [f"{label}. {text}" for label, text in zip("ABCD", first["choices"], strict=True)]
-    assert obtained == [f"Question: {first['question']}", *choices, "Answer:"]
+    assert obtained == [f"Question: {first['question']}", "Answer:"]
 
 
 def test_calibration_has_192_prompts():
@@ -252,17 +251,13 @@ def test_D03_cached_wikitext(offline_cache):
 
 
 def test_D03_cached_questions(offline_cache):
-    """ARC's choices, four or five, are read as its files have them; the first 300 rows."""
-    choices = [["w", "x", "y", "z"], ["v", "w", "x", "y", "z"]]
-    rows = [
-        {"question": f"Is it {n}?", "choices": {"text": choices[n % 2], "label": list("ABCDE")}}
-        for n in range(310)
-    ]
+    """The first 300 questions of ARC are read as its files have them."""
+    choices = {"text": ["w", "x", "y", "z"], "label": list("ABCD")}
+    rows = [{"question": f"Is it {n}?", "choices": choices} for n in range(310)]
     cache_parquet(offline_cache, STUDY["questions"], rows)
     obtained = texts_from_source(STUDY["questions"])
     assert len(obtained) == 300
-    assert obtained[0] == "Question: Is it 0?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
-    assert obtained[1].endswith("E. z\nAnswer:")
+    assert obtained[0] == "Question: Is it 0?\nAnswer:"
 
 
 def test_D03_cached_calibration(offline_cache):

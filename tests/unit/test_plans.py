@@ -1,0 +1,379 @@
+"""Plans: built in a child process, kept by what shapes them, and never half there."""
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny import changed, fixed_scales
+
+from gptneo_trt import plan_worker, plans
+from gptneo_trt.errors import BuildError, CalibrationError
+from gptneo_trt.plans import PlanRequest, build_plan, plan_key
+from gptneo_trt.variants import VARIANTS, Variant
+
+
+@pytest.fixture(scope="module")
+def request_of(backend, t0):
+    """Return a function that makes a request of T0: the FP8 recipe in decode, and changes."""
+
+    def make(**changes):
+        made = PlanRequest(backend, t0, VARIANTS["fp8"], fixed_scales(t0), "decode", 8)
+        return replace(made, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def built(request_of, tmp_path_factory):
+    """Return a folder with one plan in it, its request and the plan."""
+    cache = tmp_path_factory.mktemp("cache")
+    request = request_of()
+    plan = build_plan(request, cache)
+    return SimpleNamespace(cache=cache, request=request, plan=plan, bytes=plan.path.read_bytes())
+
+
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    """Return a function that puts a Python script in the worker's place."""
+
+    def install(*lines):
+        script = tmp_path / "worker.py"
+        script.write_text("\n".join(("import json, os, pathlib, signal, sys, time", *lines)))
+        command = tmp_path / "python"
+        command.write_text(f'#!/bin/sh\nexec "{real}" -S -E "{script}" "$@"\n')
+        command.chmod(0o755)
+        monkeypatch.setattr(plans.sys, "executable", str(command))
+
+    real = sys.executable
+    return install
+
+
+def left_over(cache):
+    """Return the files of a cache folder that are neither locks nor the stored weights."""
+    names = [path.relative_to(cache) for path in cache.rglob("*") if path.is_file()]
+    return sorted(str(n) for n in names if n.suffix != ".lock" and n.parts[0] != "weights")
+
+
+def test_plan_is_built_once(built):
+    """The first call builds, the second takes the same file as it is."""
+    again = build_plan(built.request, built.cache)
+    assert (built.plan.cached, again.cached) == (False, True)
+    assert again == replace(built.plan, cached=True)
+    assert again.path.read_bytes() == built.bytes
+    assert built.plan.plan_mib == len(built.bytes) / 2**20
+    assert built.plan.build_s > 0
+
+
+def test_plan_is_what_tensorrt_reads(backend, built):
+    """The file is a serialized engine, and its side-car says of which version and what bytes."""
+    record = json.loads(built.plan.path.with_suffix(".json").read_text())
+    assert record["sha256"] == hashlib.sha256(built.bytes).hexdigest()
+    assert (record["flavour"], record["version"]) == (backend.flavour, backend.version)
+    assert (record["bytes"], record["plan"]) == (len(built.bytes), built.plan.path.name)
+    assert built.plan.path.name == f"{plan_key(built.request)}.plan"
+
+
+def test_plan_is_there_only_whole(built):
+    """Beside plan and side-car no temporary file is left."""
+    key = plan_key(built.request)
+    assert left_over(built.cache) == [f"plans/{key}.json", f"plans/{key}.plan"]
+
+
+def test_prefill_and_capabilities_build(built, request_of):
+    """A prefill plan for two compute capabilities builds, without a GPU."""
+    request = request_of(phase="prefill", capabilities=("8.9", "12.0"))
+    plan = build_plan(request, built.cache)
+    record = json.loads(plan.path.with_suffix(".json").read_text())
+    assert record["capabilities"] == ["8.9", "12.0"]
+    assert plan.path.read_bytes() != built.bytes
+
+
+def with_range(request, module, amax):
+    """Return the request with one range replaced."""
+    ranges = {**request.scales.activation_amax, module: amax}
+    return replace(request, scales=replace(request.scales, activation_amax=ranges))
+
+
+def with_row(request, **fields):
+    """Return the request with fields of its row replaced."""
+    return replace(request, variant=replace(request.variant, **fields))
+
+
+# What changes -> the changed request; the key must be another one.
+OTHER_PLANS = {
+    "a weight": lambda r: replace(
+        r, checkpoint=changed(r.checkpoint, {"transformer.ln_f.bias": lambda bias: bias + 1})
+    ),
+    "the window": lambda r: replace(
+        r,
+        checkpoint=replace(
+            r.checkpoint, architecture=replace(r.checkpoint.architecture, window_size=5)
+        ),
+    ),
+    "a range": lambda r: with_range(r, "transformer.h.1.mlp.c_fc", 8.5),
+    "fewer projections": lambda r: with_row(r, quantized=("c_fc",)),
+    "dequantize type": lambda r: with_row(r, dequantize_type="fp32"),
+    "compute type": lambda r: with_row(r, compute_type="fp32"),
+    "scale factor": lambda r: with_row(r, activation_scale_factor=1.5),
+    "phase": lambda r: replace(r, phase="prefill"),
+    "context": lambda r: replace(r, context=9),
+    "capabilities": lambda r: replace(r, capabilities=("8.9",)),
+    "version": lambda r: replace(r, backend=replace(r.backend, version="1.5.0.114")),
+    "flavour": lambda r: replace(r, backend=replace(r.backend, flavour="tensorrt")),
+}
+# The same for what does not shape a plan: the key must be the same.
+SAME_PLAN = {
+    "row name": lambda r: with_row(r, name="fp8-again"),
+    "summary": lambda r: with_row(r, summary="in other words"),
+    "checkpoint name": lambda r: replace(r, checkpoint=replace(r.checkpoint, name="elsewhere")),
+    "a range that the row does not use": lambda r: with_range(
+        r, "transformer.h.1.attn.attention.out_proj", 3.0
+    ),
+    "calibration tokens": lambda r: replace(r, scales=replace(r.scales, tokens=999)),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_R06_what_shapes_a_plan_is_in_its_key(request_of, change):
+    """Changing anything that shapes the plan asks for another file."""
+    assert plan_key(change(request_of())) != plan_key(request_of())
+
+
+@pytest.mark.parametrize("change", SAME_PLAN.values(), ids=SAME_PLAN)
+def test_R06_what_does_not_shape_a_plan_is_not(request_of, change):
+    """Names, summaries and ranges of other projections do not ask for another file."""
+    assert plan_key(change(request_of())) == plan_key(request_of())
+
+
+def test_R06_the_source_is_in_the_key(monkeypatch, request_of):
+    """Another source of the modules that build networks asks for another file."""
+    before = plan_key(request_of())
+    monkeypatch.setattr(plans, "SOURCES", plans.SOURCES[:-1])
+    assert plan_key(request_of()) != before
+
+
+def flipped(content):
+    """Return the bytes with one bit of the middle byte turned."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+# Damage to plan and side-car: (plan bytes -> bytes or None, side-car text -> text or None).
+DAMAGE = {
+    "half a plan": (lambda b: b[: len(b) // 2], lambda t: t),
+    "an empty plan": (lambda b: b"", lambda t: t),
+    "first bytes": (lambda b: bytes(16) + b[16:], lambda t: t),
+    "one bit": (flipped, lambda t: t),
+    "no plan": (lambda b: None, lambda t: t),
+    "no side-car": (lambda b: b, lambda t: None),
+    "an empty side-car": (lambda b: b, lambda t: ""),
+    "half a side-car": (lambda b: b, lambda t: t[: len(t) // 2]),
+    "a side-car of something else": (lambda b: b, lambda t: "[1, 2]"),
+    "a side-car without a hash": (lambda b: b, lambda t: t.replace('"sha256"', '"sha"')),
+}
+
+
+@pytest.mark.parametrize(("plan_change", "text_change"), DAMAGE.values(), ids=DAMAGE)
+def test_R06_damaged_plans_are_not_used(tmp_path, built, plan_change, text_change):
+    """A plan that is not byte by byte what its side-car says is as good as absent."""
+    text = built.plan.path.with_suffix(".json").read_text()
+    for suffix, content in ((".plan", plan_change(built.bytes)), (".json", text_change(text))):
+        if content is not None:
+            data = content if isinstance(content, bytes) else content.encode()
+            (tmp_path / f"x{suffix}").write_bytes(data)
+    assert plans._stored_plan(tmp_path / "x.plan", cached=True) is None
+
+
+def test_R06_whole_plans_are_used(tmp_path, built):
+    """The copy that is not damaged is used: the check above can fail."""
+    for suffix in (".plan", ".json"):
+        content = built.plan.path.with_suffix(suffix).read_bytes()
+        (tmp_path / f"x{suffix}").write_bytes(content)
+    assert plans._stored_plan(tmp_path / "x.plan", cached=True).cached
+
+
+@pytest.mark.parametrize("damage", ["one bit", "no side-car"])
+def test_R06_damaged_plans_are_rebuilt(built, damage):
+    """A damaged plan is built again, and is whole afterwards."""
+    plan_change, text_change = DAMAGE[damage]
+    side_car = built.plan.path.with_suffix(".json")
+    text = text_change(side_car.read_text())
+    built.plan.path.write_bytes(plan_change(built.bytes))
+    side_car.unlink() if text is None else side_car.write_text(text)
+    assert not build_plan(built.request, built.cache).cached
+    assert build_plan(built.request, built.cache).cached
+
+
+PLAN = 'plan = pathlib.Path(json.load(open(sys.argv[-1]))["plan"])'
+HALF = "plan.with_name(plan.name + f'.{os.getpid()}.tmp').write_bytes(b'half')"
+WHOLE = "plan.write_bytes(b'whole')"
+SAY = "print('[ERROR] last words', file=sys.stderr, flush=True)"
+# How a worker ends -> its lines, and what the error says.
+BAD_ENDS = {
+    "crash": ((SAY, "os.kill(os.getpid(), signal.SIGSEGV)"), "the builder died of SIGSEGV"),
+    "killed while writing": (
+        (SAY, PLAN, HALF, "os.kill(os.getpid(), signal.SIGKILL)"),
+        "the builder died of SIGKILL",
+    ),
+    "killed before the side-car": (
+        (SAY, PLAN, WHOLE, "os.kill(os.getpid(), signal.SIGABRT)"),
+        "the builder died of SIGABRT",
+    ),
+    "another status": ((SAY, PLAN, WHOLE, "sys.exit(1)"), "the builder ended with status 1"),
+    "hang": ((SAY, PLAN, HALF, "time.sleep(60)"), "the builder hung and was killed after 1 s"),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), BAD_ENDS.values(), ids=BAD_ENDS)
+def test_N06_bad_ends_are_told_apart(tmp_path, request_of, worker, lines, message):
+    """Crash, hang and failure are BuildErrors with variant, phase, version and last words.
+
+    They leave no plan, no side-car and no temporary file.
+    """
+    worker(*lines)
+    cache = tmp_path / "cache"
+    with pytest.raises(BuildError, match=f"variant fp8, decode, tensorrt_rtx-.*: {message}") as e:
+        build_plan(request_of(), cache, timeout_s=1 if "hung" in message else 60)
+    assert "[ERROR] last words" in e.value.log
+    assert left_over(cache) == []
+
+
+def test_N06_a_worker_that_writes_nothing_is_an_error(tmp_path, request_of, worker):
+    """A worker that ends well without a plan is an error too."""
+    worker("sys.exit(0)")
+    with pytest.raises(BuildError, match="the worker ended well but .* is not whole"):
+        build_plan(request_of(), tmp_path / "cache")
+    assert left_over(tmp_path / "cache") == []
+
+
+def test_N06_a_build_after_a_crash_works(tmp_path, monkeypatch, request_of, worker):
+    """After a crash the same request builds: nothing poisons the cache."""
+    real, cache = sys.executable, tmp_path / "cache"
+    worker(*BAD_ENDS["killed while writing"][0])
+    with pytest.raises(BuildError, match="SIGKILL"):
+        build_plan(request_of(), cache)
+    monkeypatch.setattr(plans.sys, "executable", real)
+    assert not build_plan(request_of(), cache).cached
+    assert build_plan(request_of(), cache).cached
+
+
+def test_N06_a_refusal_carries_the_worker_s_message(tmp_path, request_of):
+    """What the worker refuses, a capability here, comes back with its own words; no file."""
+    request, cache = request_of(capabilities=("9.0",)), tmp_path / "cache"
+    with pytest.raises(BuildError, match="fp8, decode, .* capability '9.0' is refused; expected"):
+        build_plan(request, cache)
+    assert left_over(cache) == []
+
+
+def test_missing_ranges_are_refused_before_a_child_starts(tmp_path, request_of, worker):
+    """A request without the ranges that its row needs never reaches a worker."""
+    worker("sys.exit(1)")
+    with pytest.raises(CalibrationError, match="no calibrated range for 10 of 10 projections"):
+        build_plan(request_of(scales=None), tmp_path / "cache")
+
+
+@pytest.fixture
+def job(tmp_path, request_of):
+    """Return the job that a worker would get for the request."""
+    request = request_of()
+    named = plans._job(request)["variant"] | {"name": "fp8", "summary": ""}
+    return plans._job(request) | {
+        "variant": named,
+        "checkpoint": "T0",
+        "weights": str(plans._stored_weights(request.checkpoint, tmp_path)),
+        "plan": str(tmp_path / "x.plan"),
+        "side_car": str(tmp_path / "x.json"),
+    }
+
+
+class Logging:
+    """Stand in for a builder that logs two error lines, and returns a plan or nothing."""
+
+    def __init__(self, network, serialized):
+        self._builder, self._log, self._serialized = network.builder, network.log, serialized
+
+    def __getattr__(self, name):
+        return getattr(self._builder, name)
+
+    def build_serialized_network(self, definition, config):
+        for line in ("element type (fp8_e4m3) differs", "no implementation"):
+            self._log.log(self._log.ERROR, line)
+        return self._serialized
+
+
+@pytest.fixture
+def logging_builder(monkeypatch):
+    """Return a function that makes plan_worker's builder log errors and return this."""
+
+    def install(serialized):
+        def build_network(*arguments):
+            network = real(*arguments)
+            return replace(network, builder=Logging(network, serialized))
+
+        real = plan_worker.build_network
+        monkeypatch.setattr(plan_worker, "build_network", build_network)
+
+    return install
+
+
+def test_N06_none_carries_tensorrt_s_lines(job, logging_builder, tmp_path):
+    """A builder that returns None after two log lines: version and both lines, and no file."""
+    logging_builder(None)
+    with pytest.raises(BuildError, match="build_serialized_network returned None") as caught:
+        plan_worker.build(job)
+    lines = ("[ERROR] element type (fp8_e4m3) differs", "[ERROR] no implementation")
+    assert caught.value.log[-2:] == lines
+    assert job["version"] in str(caught.value)
+    assert not list(tmp_path.glob("x.*"))
+
+
+def test_N06_the_refusal_goes_to_the_parent(job, logging_builder, tmp_path, capsys):
+    """The worker prints that error with TensorRT's lines as JSON, and ends as refused."""
+    logging_builder(None)
+    job_file = tmp_path / "job.json"
+    job_file.write_text(json.dumps(job))
+    assert plan_worker.main([str(job_file)]) == plan_worker.REFUSED
+    said = json.loads(capsys.readouterr().out)
+    assert said["error"].endswith("returned None")
+    assert said["log"][-1] == "[ERROR] no implementation"
+
+
+def test_N06_the_parent_keeps_tensorrt_s_lines(tmp_path, request_of, worker):
+    """A refusal with log lines is a BuildError that has each of them once, and in its log."""
+    refusal = BuildError("layer x: refused", ("[ERROR] Error Code 4",))
+    said = json.dumps({"error": refusal.message, "log": refusal.log})
+    worker("print('native chatter')", f"print({said!r})", f"sys.exit({plan_worker.REFUSED})")
+    with pytest.raises(BuildError, match="variant fp8, .*: layer x: refused") as caught:
+        build_plan(request_of(), tmp_path / "cache")
+    assert caught.value.log == ("[ERROR] Error Code 4",)
+    assert str(caught.value).count("[ERROR] Error Code 4") == 1
+
+
+def test_N06_error_lines_beside_a_plan_are_kept(job, logging_builder, tmp_path):
+    """Error lines of a build that gave a plan are in its record, and the plan is good."""
+    logging_builder(b"a plan")
+    record = plan_worker.build(job)
+    assert record["log"][-1] == "[ERROR] no implementation"
+    assert (tmp_path / "x.plan").read_bytes() == b"a plan"
+
+
+def test_another_version_is_refused_by_the_worker(job):
+    """A worker that finds another version than asked for refuses, naming both."""
+    job["version"] = "1.2.3"
+    with pytest.raises(BuildError, match=r"version 1\.6.* is installed, the job asks for 1\.2\.3"):
+        plan_worker.build(job)
+
+
+def test_a_row_keeps_its_name_in_messages(tmp_path, backend, t0):
+    """A refusal while the network is built names variant and projection, from the child."""
+    zeros = changed(t0, {"transformer.h.1.mlp.c_fc.weight": np.zeros_like})
+    row = Variant("fp8-mine", "", ("c_fc",))
+    request = PlanRequest(backend, zeros, row, fixed_scales(zeros), "decode", 8)
+    with pytest.raises(
+        BuildError, match="variant fp8-mine, decode: transformer.h.1.mlp.c_fc.weight"
+    ):
+        build_plan(request, tmp_path)
