@@ -1,0 +1,36 @@
+# Each target sets up what it needs: Python 3.11 or newer is all that must be there.
+#   make gate    the CPU gate: every row, from checkpoint to verdict
+#   make test    everything: unit tests, self-tests and the CPU gate
+#   make check   ruff and mypy
+#   make measure what the gate costs: seconds cold and warm, peak memory
+# ARGS is handed to pytest: make gate ARGS="--variants fp16,fp8"
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: gate test check measure clean
+
+gate: $(READY)
+	$(BIN)/python -m pytest -m cpu $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy gptneo_trt
+
+measure: $(READY)
+	$(BIN)/python -m tests.measure_gate $(ARGS)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; do: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[rtx,calibration,test,dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
