@@ -19,8 +19,8 @@ from gptneo_trt.backend import FLAVOURS, Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
 from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest, build_plan
-from gptneo_trt.scales import read_scales, write_scales
-from gptneo_trt.texts import random_text_set, text_set
+from gptneo_trt.scales import constant_scales, read_scales, write_scales
+from gptneo_trt.texts import text_set
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate.measurer import CONTEXT, Measurer, Setup
 
@@ -124,13 +124,15 @@ def baseline_folder(checkpoint: Checkpoint, backend: Backend) -> Path:
 
 
 @pytest.fixture(scope="session")
-def calibration_text(checkpoint: Checkpoint) -> TextSet:
-    """Return the calibration prompts: the study's for its checkpoint, random for a random one."""
-    shapes = checkpoint.architecture
+def texts(checkpoint: Checkpoint) -> dict[str, TextSet]:
+    """Return the texts that calibrate and judge a checkpoint; none for random weights."""
     if not checkpoint.has_quality:
-        return random_text_set("calibration", shapes.vocab_size)
-    source = text_source_of(checkpoint)
-    return text_set("calibration", source, checkpoint.tokenizer_file, CONTEXT, shapes.vocab_size)
+        return {}
+    source, shapes = text_source_of(checkpoint), checkpoint.architecture
+    return {
+        name: text_set(name, source, checkpoint.tokenizer_file, CONTEXT, shapes.vocab_size)
+        for name in ("calibration", "prose", "questions", "prompts")
+    }
 
 
 @pytest.fixture(scope="session")
@@ -146,9 +148,9 @@ def measurer(pytestconfig: pytest.Config, checkpoint: Checkpoint) -> Iterator[Me
 def scales(
     pytestconfig: pytest.Config,
     checkpoint: Checkpoint,
-    calibration_text: TextSet,
+    texts: dict[str, TextSet],
     variants: list[Variant],
-    measurer: Measurer,
+    request: pytest.FixtureRequest,
 ) -> Scales | None:
     """Return the input ranges of every projection, calibrated once and kept in the cache.
 
@@ -157,12 +159,15 @@ def scales(
     if not any(row.quantized for row in variants):
         return None
     modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
-    name = f"{checkpoint.sha256[:16]}-{calibration_text.sha256[:16]}.json"
+    if not checkpoint.has_quality:
+        return constant_scales(checkpoint, modules)
+    measurer, text = request.getfixturevalue("measurer"), texts["calibration"]
+    name = f"{checkpoint.sha256[:16]}-{text.sha256[:16]}.json"
     path = pytestconfig.getoption("--gate-cache") / "scales" / name
-    found = read_scales(path, checkpoint, calibration_text, modules)
+    found = read_scales(path, checkpoint, text, modules)
     if found is None:
-        progress(pytestconfig, f"calibrating {len(modules)} projections with ModelOpt")
-        found = measurer.calibrate(calibration_text, modules)
+        progress(pytestconfig, f"calibrating {len(modules)} projections with ModelOpt ")
+        found = measurer.calibrate(text, modules)
         write_scales(path, found)
     return found
 

@@ -101,15 +101,17 @@ def create_config(backend: Backend, builder: Any, capabilities: Sequence[str]) -
             f"{backend.target}: builds for the GPU at hand only, obtained compute capabilities "
             f"{list(capabilities)}; leave them out or use tensorrt_rtx"
         )
-    declared = backend.trt.ComputeCapability.__members__
+    declared = {
+        f"{name[2:-1]}.{name[-1]}": value
+        for name, value in backend.trt.ComputeCapability.__members__.items()
+        if name.startswith("SM")
+    }
     config.num_compute_capabilities = len(capabilities)
     for index, capability in enumerate(capabilities):
-        name = "SM" + capability.replace(".", "")
-        accepted = name in declared and config.set_compute_capability(declared[name], index)
-        if not accepted:
-            known = sorted(member for member in declared if member.startswith("SM"))
+        known = declared.get(capability)
+        if known is None or not config.set_compute_capability(known, index):
             raise BuildError(
                 f"{backend.target}: compute capability {capability!r} is refused; expected one "
-                f"of {', '.join(f'{member[2:-1]}.{member[-1]}' for member in known)}"
+                f"of {', '.join(sorted(declared))}"
             )
     return config

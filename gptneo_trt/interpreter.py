@@ -107,6 +107,9 @@ class Interpreter:
             )
             if not fits:
                 wrong.append(f"{name}: obtained {obtained}, expected {shape}")
+        texts = {name: tensor.shape[0] for name, tensor in feeds.items() if tensor.ndim}
+        if len(set(texts.values())) > 1:
+            wrong.append(f"numbers of texts differ: {texts}")
         if wrong:
             variant, phase = self.network.variant.name, self.network.phase
             raise RunError(f"variant {variant}, {phase}: inputs: {'; '.join(sorted(wrong))}")

@@ -217,27 +217,3 @@ def _check(token_ids: Sequence[np.ndarray], row: TextSource, vocab_size: int | N
             f"text {row.name!r}: obtained token id {highest}, expected less than vocab_size "
             f"{vocab_size}; use the tokenizer of the checkpoint"
         )
-
-
-def random_text_set(name: str, vocab_size: int, texts: int = 16, tokens: int = 64) -> TextSet:
-    """Return seeded, uniformly drawn token ids, for a checkpoint without a tokenizer.
-
-    Raises:
-        CheckpointError: nothing to draw from.
-    """
-    if vocab_size < 1 or texts < 1 or tokens < 2:
-        raise CheckpointError(
-            f"text {name!r}: obtained {texts} texts of {tokens} of {vocab_size} tokens, expected "
-            "at least 1 text of 2 tokens; choose larger numbers"
-        )
-    ids = np.random.default_rng(0).integers(vocab_size, size=(texts, tokens), dtype=np.int32)
-    return TextSet(
-        name=name,
-        source="seeded random token ids",
-        token_ids=tuple(ids),
-        scored="every",
-        sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
-        join="",
-        tokenizer_sha256="",
-        window=tokens,
-    )

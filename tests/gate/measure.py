@@ -138,9 +138,7 @@ class Pipeline:
 
     def _executor(self, variant: Variant, scales: Scales | None, phase: str) -> Interpreter:
         backend = backend_named(self.flavour)
-        network = build_network(
-            backend, self.checkpoint, variant, scales, phase, self.context
-        )
+        network = build_network(backend, self.checkpoint, variant, scales, phase, self.context)
         return Interpreter(network)
 
     def measure_prefill(

@@ -5,7 +5,6 @@ judge. The rows are seeded in this process by test_faults.py; as a pytest plugin
 (``-p tests.selftest.faults``) this module seeds the row that GATE_FAULT names in a whole run.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,30 +160,112 @@ def _late_rows(table: Array) -> Array:
 
 WINDOW = 64
 FAULTS = (
-    Fault("local-mask-missing", "local layers see everything",
-        _network_from({"attention_layers": ("global",) * 6}), "kl_mean_nats", "at most",
-        phases=BOTH),
-    Fault("window-one-wider", "", _network_from({"window_size": WINDOW + 1}), "kl_mean_nats", "", phases=BOTH),
-    Fault("window-one-narrower", "", _network_from({"window_size": WINDOW - 1}), "kl_mean_nats", "", phases=BOTH),
+    Fault(
+        "local-mask-missing",
+        "local layers see everything",
+        _network_from({"attention_layers": ("global",) * 6}),
+        "kl_mean_nats",
+        "at most",
+        phases=BOTH,
+    ),
+    Fault(
+        "window-one-wider",
+        "",
+        _network_from({"window_size": WINDOW + 1}),
+        "kl_mean_nats",
+        "",
+        phases=BOTH,
+    ),
+    Fault(
+        "window-one-narrower",
+        "",
+        _network_from({"window_size": WINDOW - 1}),
+        "kl_mean_nats",
+        "",
+        phases=BOTH,
+    ),
     Fault("scaled", "", _scaled_scores, "kl_mean_nats", ""),
-    Fault("pos", "", _network_from(weights={"transformer.wpe.weight": _late_rows}), "kl_mean_nats", ""),
+    Fault(
+        "pos", "", _network_from(weights={"transformer.wpe.weight": _late_rows}), "kl_mean_nats", ""
+    ),
     Fault("swapkv", "", _outputs(_swap_cache), "kl_mean_nats", "", phases=("decode",)),
     Fault("stale", "", _outputs(_keep_row), "kl_mean_nats", "", phases=("decode",)),
     Fault("infkey", "", _outputs(_infinite_key), "kl_mean_nats", "", phases=("decode",)),
     Fault("bias", "", _linear("transformer.h.3.mlp.c_fc", bias=None), "kl_mean_nats", ""),
-    Fault("bias-out", "", _linear("transformer.h.3.attn.attention.out_proj", bias=None), "kl_mean_nats", ""),
-    Fault("bias8", "", _linear("transformer.h.3.attn.attention.out_proj", bias=None), "kl_mean_nats", "", "fp8"),
+    Fault(
+        "bias-out",
+        "",
+        _linear("transformer.h.3.attn.attention.out_proj", bias=None),
+        "kl_mean_nats",
+        "",
+    ),
+    Fault(
+        "bias8",
+        "",
+        _linear("transformer.h.3.attn.attention.out_proj", bias=None),
+        "kl_mean_nats",
+        "",
+        "fp8",
+    ),
     Fault("relu", "", _network_from({"activation": "relu"}), "kl_mean_nats", ""),
     Fault("gelu", "", _network_from({"activation": "gelu"}), "kl_mean_nats", ""),
     Fault("gelu8", "", _network_from({"activation": "gelu"}), "kl_mean_nats", "", "fp8"),
     Fault("eps", "", _network_from({"layer_norm_epsilon": 1e-6}), "kl_mean_nats", ""),
-    Fault("win8", "", _network_from({"window_size": WINDOW + 1}), "kl_mean_nats", "", "fp8",phases=BOTH),
+    Fault(
+        "win8",
+        "",
+        _network_from({"window_size": WINDOW + 1}),
+        "kl_mean_nats",
+        "",
+        "fp8",
+        phases=BOTH,
+    ),
     Fault("win8n", "", _network_from({"window_size": WINDOW - 1}), "kl_mean_nats", "", "fp8"),
-    Fault("qT", "", _network_from(weights={"transformer.h.2.attn.attention.q_proj.weight": np.transpose}), "kl_mean_nats", "", "fp8"),
-    Fault("nan", "", _network_from(weights={"transformer.h.2.mlp.c_fc.weight": _with_nan}), "kl_mean_nats", ""),
+    Fault(
+        "qT",
+        "",
+        _network_from(weights={"transformer.h.2.attn.attention.q_proj.weight": np.transpose}),
+        "kl_mean_nats",
+        "",
+        "fp8",
+    ),
+    Fault(
+        "nan",
+        "",
+        _network_from(weights={"transformer.h.2.mlp.c_fc.weight": _with_nan}),
+        "kl_mean_nats",
+        "",
+    ),
     Fault("shift", "", _shifted_text, "kl_mean_nats", ""),
-    *(Fault(f"swap-{k}", "", _network_from(amax=_swapped_ranges(f"transformer.h.{a}.{k}", f"transformer.h.{b}.{k}")), "kl_mean_nats", "", "fp8")
-      for k,a,b in (("attn.attention.k_proj",0,4),("attn.attention.q_proj",0,4),("mlp.c_proj",0,3),("mlp.c_fc",1,5),("attn.attention.v_proj",0,4))),
-    *(Fault(f"factor-{k}-{f}", "", _network_from(amax=_factor(k, f)), "kl_mean_nats", "", "fp8")
-      for k in ("h.2.mlp.c_proj", "h.2.mlp.c_fc", "h.2.attn.attention.v_proj", "c_proj","c_fc", "v_proj", "proj", "") for f in (1/8,16)),
+    *(
+        Fault(
+            f"swap-{k}",
+            "",
+            _network_from(amax=_swapped_ranges(f"transformer.h.{a}.{k}", f"transformer.h.{b}.{k}")),
+            "kl_mean_nats",
+            "",
+            "fp8",
+        )
+        for k, a, b in (
+            ("attn.attention.k_proj", 0, 4),
+            ("attn.attention.q_proj", 0, 4),
+            ("mlp.c_proj", 0, 3),
+            ("mlp.c_fc", 1, 5),
+            ("attn.attention.v_proj", 0, 4),
+        )
+    ),
+    *(
+        Fault(f"factor-{k}-{f}", "", _network_from(amax=_factor(k, f)), "kl_mean_nats", "", "fp8")
+        for k in (
+            "h.2.mlp.c_proj",
+            "h.2.mlp.c_fc",
+            "h.2.attn.attention.v_proj",
+            "c_proj",
+            "c_fc",
+            "v_proj",
+            "proj",
+            "",
+        )
+        for f in (1 / 8, 16)
+    ),
 )

@@ -1,4 +1,3 @@
-
 """config.json: what is read, what is refused, and that transformers agrees."""
 
 import pytest

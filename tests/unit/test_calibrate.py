@@ -3,8 +3,8 @@
 import copy
 import json
 import sys
-from importlib import import_module
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,6 +55,15 @@ def quantizers(model):
         for name, module in model.named_modules()
         if "Quantizer" in type(module).__name__ and getattr(module, "is_enabled", False)
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Use one thread: sums are then always split alike, and a busy machine costs little."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +171,7 @@ def test_C07_another_configuration_format_is_refused(monkeypatch, quantization):
     """A dict-style quant_cfg is refused with the version found and the one that is supported."""
     found = rf"nvidia-modelopt {modelopt_version()}: quant_cfg is a dict"
     monkeypatch.setattr(quantization, "FP8_DEFAULT_CFG", {"quant_cfg": {"*": {"enable": False}}})
-    with pytest.raises(
-        CalibrationError, match=rf"{found}, expected a list of rules \(0.44 or newer"
-    ):
+    with pytest.raises(CalibrationError, match=rf"{found}, expected a list of rules"):
         quantizer_config(ALL)
 
 
@@ -234,68 +241,6 @@ def test_C07_stored_scales_need_no_modelopt(monkeypatch, stored, t0, calibrated)
     """Stored scales are read where ModelOpt is absent."""
     monkeypatch.setitem(sys.modules, "modelopt", None)
     assert read_scales(stored, t0, TEXT, ALL) == calibrated.scales
-
-
-# What is asked for instead -> arguments of read_scales.
-OTHERS = {
-    "another checkpoint": lambda t0: (replace(t0, sha256="0" * 64), TEXT, ALL),
-    "another text": lambda t0: (t0, replace(TEXT, sha256="0" * 64), ALL),
-    "fewer tokens": lambda t0: (t0, replace(TEXT, token_ids=IDS[:2]), ALL),
-    "fewer modules": lambda t0: (t0, TEXT, RECIPE),
-    "more modules": lambda t0: (t0, TEXT, (*ALL, "transformer.h.2.mlp.c_fc")),
-}
-
-
-@pytest.mark.parametrize("arguments", OTHERS.values(), ids=OTHERS)
-def test_scales_of_something_else_are_not_used(stored, t0, arguments):
-    """Scales of another checkpoint, text or set of modules count as none."""
-    assert read_scales(stored, *arguments(t0)) is None
-
-
-def test_no_file_means_no_scales(tmp_path, t0):
-    """Where no file is, there are none, and that is no error."""
-    assert read_scales(tmp_path / "scales.json", t0, TEXT, ALL) is None
-
-
-def edited(**fields):
-    """Return a function that replaces fields of the stored JSON; None removes one."""
-
-    def edit(text):
-        content = json.loads(text) | fields
-        return json.dumps({name: value for name, value in content.items() if value is not None})
-
-    return edit
-
-
-MALFORMED = {
-    "empty": (lambda text: "", "not a scales file"),
-    "half": (lambda text: text[: len(text) // 2], "not a scales file"),
-    "a list": (lambda text: "[]", "not a scales file"),
-    "no ranges": (edited(activation_amax=None), "not a scales file"),
-    "no tokens": (edited(tokens=None), "not a scales file"),
-    "an unknown field": (edited(extra=1), "not a scales file"),
-    "a range that is text": (edited(activation_amax={"x": "wide"}), "not a scales file"),
-    "a range of 0": (
-        edited(activation_amax=dict.fromkeys(ALL, 0.0)),
-        "ranges of .* are not positive",
-    ),
-    "a range of NaN": (
-        edited(activation_amax={**dict.fromkeys(ALL, 1.0), ALL[2]: float("nan")}),
-        rf"ranges of \['{ALL[2]}'\] are not positive",
-    ),
-    "an infinite range": (
-        edited(activation_amax={**dict.fromkeys(ALL, 1.0), ALL[2]: float("inf")}),
-        rf"ranges of \['{ALL[2]}'\] are not positive",
-    ),
-}
-
-
-@pytest.mark.parametrize(("edit", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_C02_malformed_scales_are_an_error(stored, t0, edit, message):
-    """A file that is no scales file, or has a value that is no range, is an error with its path."""
-    stored.write_text(edit(stored.read_text()))
-    with pytest.raises(CalibrationError, match=rf"scales.json: {message}.*delete it"):
-        read_scales(stored, t0, TEXT, ALL)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,3 @@
-
 """Sources of checkpoints: bundled, folder, random, and the hub without a network."""
 
 import json

@@ -20,6 +20,15 @@ NOISE_NATS = 1e-4
 FP32_LOGITS = 1e-3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Use one thread: sums are then always split alike, and a busy machine costs little."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def expected(t0):
     """Return Hugging Face's float32 logits of TOKENS."""
@@ -226,7 +235,7 @@ def test_N04_cache_before_the_position_is_read(executor, run, t0):
 
 @pytest.mark.parametrize("row", ["fp32", "fp16"])
 def test_N05_three_ways_to_the_sixth_token(executor, run, t0, expected, row):
-    """Prefill of 6, prefill of 5 and a step, and 6 steps agree with each other and the reference."""
+    """Prefill of 6, prefill of 5 and a step, and 6 steps agree, also with the reference."""
     prefix = run(t0, TOKENS[:, :5], row)
     one_step = step(executor(t0, row, "decode"), prefix, TOKENS[:, 5], 5)["logits"][:, 0, 0]
     ways = {
@@ -358,6 +367,7 @@ class Narrow:
         self.network, self.calls = executor.network, []
 
     def run(self, feeds):
+        """Count and pass on."""
         self.calls.append(len(feeds["token_ids"]))
         return self.executor.run(feeds)
 

@@ -67,9 +67,7 @@ def test_C03_one_sided_product_is_seen(monkeypatch, build, side):
     """A product with one FP8 input and one that is not is an error naming the projection."""
     leave_out(monkeypatch, f"transformer.h.1.mlp.c_fc.{side}")
     network = build(VARIANTS["fp8"])
-    with pytest.raises(
-        BuildError, match=r"fp8, decode: transformer.h.1.mlp.c_fc: one input is FP8"
-    ):
+    with pytest.raises(BuildError, match=r"fp8, decode: transformer.h.1.mlp.c_fc: one input"):
         quantization_of(network)
 
 

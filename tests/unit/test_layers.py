@@ -148,15 +148,13 @@ def test_C02_unusable_weight_is_named(value):
     """(a, e) A weight of zeros, or with one value that is not finite, has no scale: named."""
     weight = np.zeros((3, 4), np.float32)
     weight[1, 2] = value
-    with pytest.raises(
-        BuildError, match=r"h.1.mlp.c_fc.weight: largest absolute value (0|nan|inf)"
-    ):
+    with pytest.raises(BuildError, match=r"h.1.mlp.c_fc.weight: largest .* (0|nan|inf)"):
         layers.weight_scale("h.1.mlp.c_fc", weight)
 
 
 def test_C02_empty_weight_is_named():
     """A weight without values has no scale either."""
-    with pytest.raises(BuildError, match="c_fc.weight: largest absolute value 0.0, expected posit"):
+    with pytest.raises(BuildError, match=r"c_fc.weight: largest absolute value 0.0, expected"):
         layers.weight_scale("c_fc", np.zeros((0, 4), np.float32))
 
 

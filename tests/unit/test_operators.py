@@ -274,7 +274,7 @@ def test_unsupported_is_refused_by_name(kit, build, message):
 def test_attention_with_two_faults_names_both(kit):
     """All unsupported attributes of a layer are in one message, sorted."""
     layer = attention(kit, norm="NONE", causal="UPPER_LEFT")
-    with pytest.raises(RunError, match="causal_kind = .*; norm_op = "):
+    with pytest.raises(RunError, match=r"causal_kind = .*; norm_op = "):
         read_layer(layer, kit.trt)
 
 

@@ -1,4 +1,3 @@
-
 """The reference: Hugging Face's model, in the type and with the attention that was asked for."""
 
 from dataclasses import replace

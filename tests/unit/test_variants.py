@@ -111,5 +111,5 @@ def test_C03_edge_layers_stay_out():
     """One layer kept at each end leaves the inner ones; too many leave nothing and are refused."""
     row = VARIANTS["fp8-edges-fp16"]
     assert {module.split(".")[2] for module in row.quantized_modules(4)} == {"1", "2"}
-    with pytest.raises(VariantError, match="'fp8-edges-fp16': nothing is left .* in 2 layers"):
+    with pytest.raises(VariantError, match=r"'fp8-edges-fp16': nothing is left .* in 2 layers"):
         row.quantized_modules(2)

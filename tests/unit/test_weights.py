@@ -1,4 +1,3 @@
-
 """Weights: exactly the parameters of the architecture, from the file that decides, or an error."""
 
 import json

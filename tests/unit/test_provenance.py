@@ -1,0 +1,104 @@
+"""Provenance: commit, versions, machine, and what it says where one of them is not known."""
+
+import subprocess
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+
+import pytest
+
+from gptneo_trt import provenance as provenances
+from gptneo_trt.provenance import provenance
+
+
+def repository(folder):
+    """Make a git repository with one commit; return a function that runs git there."""
+
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(folder), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (folder / "file").write_text("one")
+    git("add", "file")
+    git("-c", "commit.gpgsign=false", "commit", "-qm", "first", "--no-verify")
+    return git
+
+
+@pytest.fixture
+def git(tmp_path, monkeypatch):
+    """Return git in a throw-away repository that provenance takes for its own."""
+    monkeypatch.setattr(provenances, "ROOT", tmp_path)
+    return repository(tmp_path)
+
+
+def test_every_field_is_filled():
+    """Target and command are the caller's, the rest is found out."""
+    found = provenance("cpu/made-up-1.0", ["pytest", "-m", "cpu"])
+
+    assert found.target == "cpu/made-up-1.0"
+    assert found.command == "pytest -m cpu"
+    assert all(asdict(found).values())
+
+
+def test_date_is_now_in_utc():
+    """ISO 8601 with its offset, to the second."""
+    found = datetime.fromisoformat(provenance("", []).date)
+
+    assert found.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - found) < timedelta(seconds=60)
+
+
+def test_versions_are_those_of_the_installed_packages():
+    """Python's and every package's that shapes a figure; one that is absent is left out."""
+    found = provenance("", []).versions
+
+    assert found["numpy"] == metadata.version("numpy")
+    assert found["python"].startswith("3.")
+    assert set(found) <= {"python", *provenances.PACKAGES}
+
+
+def test_absent_package_is_left_out(monkeypatch):
+    """A package that is not installed has no version, not an empty one."""
+    monkeypatch.setattr(provenances, "PACKAGES", ("numpy", "no-such-package-anywhere"))
+
+    assert set(provenance("", []).versions) == {"python", "numpy"}
+
+
+def test_commit_of_a_clean_tree(git):
+    """The commit is whole; an untracked file, such as a cache, does not make it dirty."""
+    (provenances.ROOT / "cache").write_text("untracked")
+
+    assert provenance("", []).commit == git("rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_commit_of_a_changed_tree_is_dirty(git, staged):
+    """Figures from files that differ from the commit say so."""
+    (provenances.ROOT / "file").write_text("two")
+    if staged:
+        git("add", "file")
+
+    assert provenance("", []).commit == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_commit_outside_a_repository_is_unknown(tmp_path, monkeypatch):
+    """A copy without .git has no commit, and that is said."""
+    monkeypatch.setattr(provenances, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    assert provenance("", []).commit == "unknown"
+
+
+def test_commit_without_git_is_unknown(monkeypatch):
+    """A machine without git measures all the same."""
+    monkeypatch.setenv("PATH", "")
+
+    assert provenance("", []).commit == "unknown"
+
+
+def test_machine_names_processor_and_cores():
+    """What a time or a rounding may depend on."""
+    assert provenance("", []).machine.count(",") >= 2
+    assert " cores, " in provenance("", []).machine

@@ -1,0 +1,201 @@
+"""Stored scales: what comes back, what is of something else, and what is refused."""
+
+import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptneo_trt.data import Scales
+from gptneo_trt.errors import CalibrationError
+from gptneo_trt.scales import read_scales, write_scales
+
+MODULES = ("transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc")
+SAMPLE = Scales(
+    activation_amax=dict(zip(MODULES, (3.25, 0.1), strict=True)),
+    method="max",
+    checkpoint_sha256="c0ffee",
+    text_sha256="7e47",
+    tokens=10365,
+    modelopt_version="0.46.1",
+    notes=("transformer.h.1.mlp.c_fc: never saw a value",),
+)
+CHECKPOINT = SimpleNamespace(sha256="c0ffee")
+TEXT = SimpleNamespace(sha256="7e47", tokens=10365)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return a file that holds SAMPLE, in a folder that had to be made."""
+    path = tmp_path / "scales" / "sample.json"
+    write_scales(path, SAMPLE)
+    return path
+
+
+def edit(path, **changes):
+    """Change members of the stored JSON; None takes one out."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def test_round_trip(path):
+    """What was written is read back equal, types included."""
+    assert read_scales(path, CHECKPOINT, TEXT, MODULES) == SAMPLE
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8),
+        st.floats(min_value=0, exclude_min=True, allow_infinity=False, width=32),
+        min_size=1,
+    )
+)
+def test_any_positive_range_survives_a_round_trip(tmp_path_factory, amax):
+    """Every float32 range comes back to the bit."""
+    path = tmp_path_factory.mktemp("scales") / "any.json"
+    scales = replace(SAMPLE, activation_amax=amax)
+    write_scales(path, scales)
+
+    assert read_scales(path, CHECKPOINT, TEXT, tuple(amax)) == scales
+
+
+def test_same_scales_have_the_same_bytes(path):
+    """The order in which modules were calibrated does not show in the file."""
+    before = path.read_bytes()
+    backwards = dict(reversed(SAMPLE.activation_amax.items()))
+
+    write_scales(path, replace(SAMPLE, activation_amax=backwards))
+
+    assert path.read_bytes() == before
+
+
+def test_no_file_means_calibrate(tmp_path):
+    """A cache without the file is no error."""
+    assert read_scales(tmp_path / "none.json", CHECKPOINT, TEXT, MODULES) is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "text", "modules"),
+    [
+        (SimpleNamespace(sha256="decaf"), TEXT, MODULES),
+        (CHECKPOINT, SimpleNamespace(sha256="0ther", tokens=10365), MODULES),
+        (CHECKPOINT, SimpleNamespace(sha256="7e47", tokens=10364), MODULES),
+        (CHECKPOINT, TEXT, MODULES[:1]),
+        (CHECKPOINT, TEXT, (*MODULES, "transformer.h.2.mlp.c_fc")),
+        (CHECKPOINT, TEXT, (MODULES[0], "transformer.h.1.mlp.c_proj")),
+    ],
+    ids=["checkpoint", "text", "tokens", "fewer", "more", "other modules"],
+)
+def test_scales_of_something_else_mean_calibrate(path, checkpoint, text, modules):
+    """Scales of another checkpoint, text or set of projections are not these."""
+    assert read_scales(path, checkpoint, text, modules) is None
+
+
+def test_order_of_modules_does_not_matter(path):
+    """The set of projections is what must be equal."""
+    assert read_scales(path, CHECKPOINT, TEXT, MODULES[::-1]) == SAMPLE
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        "3",
+        '"scales"',
+        "{}",
+        '{"activation_amax": 3, "notes": []}',
+        '{"activation_amax": {"a": "x"}, "notes": []}',
+        '{"activation_amax": {"a": null}, "notes": []}',
+        '{"activation_amax": {}, "notes": null}',
+        '{"activation_amax": {}, "notes": []}',
+        "\ufffd\ufffe",
+    ],
+)
+def test_malformed_file_is_named(path, content):
+    """What is no scales file is refused with its path and what to do about it."""
+    path.write_text(content, encoding="utf-16")
+    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file: .*; delete it"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file: .*; delete it"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+@pytest.mark.parametrize("size", [1, 40, 200])
+def test_cut_file_is_named(path, size):
+    """A file that was cut short is refused, not read in part."""
+    path.write_bytes(path.read_bytes()[:size])
+
+    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+@pytest.mark.parametrize("member", [*vars(SAMPLE), "unknown"])
+def test_missing_or_unknown_member_is_refused(path, member):
+    """Only a default may be left out: a reader of another version's file says so."""
+    edit(path, **{member: "surplus" if member == "unknown" else None})
+
+    with pytest.raises(CalibrationError, match=member):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+@pytest.mark.parametrize("token", ["0", "-0.0", "-3.5", "NaN", "Infinity", "-Infinity", "1e999"])
+def test_range_that_is_no_range_is_refused(path, token):
+    """Zero, negative, NaN and infinite ranges name their projection."""
+    path.write_text(path.read_text().replace("0.1,", f"{token},").replace("0.1\n", f"{token}\n"))
+
+    with pytest.raises(CalibrationError, match=rf"sample\.json: ranges of \['{MODULES[1]}'\]"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+def test_every_wrong_range_is_named(path):
+    """All of them at once, sorted."""
+    edit(path, activation_amax=dict.fromkeys(MODULES[::-1], 0.0))
+
+    with pytest.raises(CalibrationError, match=f"'{MODULES[0]}', '{MODULES[1]}'"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+def test_what_json_cannot_hold_leaves_the_old_file(path):
+    """An array in place of a float is an error before anything is written."""
+    before = path.read_bytes()
+
+    with pytest.raises(TypeError, match="float32"):
+        write_scales(path, replace(SAMPLE, activation_amax={MODULES[0]: np.float32(1)}))
+
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == ["sample.json"]
+
+
+def test_writing_leaves_one_file(path):
+    """The temporary name is gone after a write, and after one over an old file."""
+    write_scales(path, replace(SAMPLE, tokens=1))
+
+    assert [each.name for each in path.parent.iterdir()] == ["sample.json"]
+
+
+def test_a_reader_never_sees_half_a_file(path):
+    """While another thread writes again and again, every read gives whole scales or the other."""
+    many = {f"transformer.h.{i}.mlp.c_fc": 1.0 + i for i in range(300)}
+    versions = [replace(SAMPLE, activation_amax=many, modelopt_version=v) for v in ("1", "2")]
+    write_scales(path, versions[0])
+    done = threading.Event()
+
+    def write():
+        for index in range(60):
+            write_scales(path, versions[index % 2])
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        assert read_scales(path, CHECKPOINT, TEXT, tuple(many)) in versions
+    writer.join()
