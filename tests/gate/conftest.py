@@ -24,7 +24,7 @@ from tests.gate.run import BASELINE_PREFIX, GateRun
 RUN = pytest.StashKey[GateRun]()
 
 
-class OutsideShipLimits(AssertionError):
+class OutsideShipLimitsError(AssertionError):
     """A row misses the ship limits."""
 
 
@@ -57,7 +57,7 @@ def _marks(model: str, variant: str, metric: str) -> list[pytest.MarkDecorator]:
     if metric != "ship" or decision != limits.STUDIED:
         return []
     reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
-    return [pytest.mark.xfail(strict=True, raises=OutsideShipLimits, reason=reason)]
+    return [pytest.mark.xfail(strict=True, raises=OutsideShipLimitsError, reason=reason)]
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

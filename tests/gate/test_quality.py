@@ -8,7 +8,7 @@ from gptneo_trt.paired import paired_difference
 from gptneo_trt.variants import FLOOR, VARIANTS
 from gptneo_trt.verdicts import AT_MOST, Bound, judge_limit, judge_regression, not_measured
 from tests.gate import limits
-from tests.gate.conftest import OutsideShipLimits
+from tests.gate.conftest import OutsideShipLimitsError
 from tests.gate.run import BASELINE_PREFIX, STORED_REFERENCE, regression_tokens
 
 pytestmark = pytest.mark.cpu
@@ -114,4 +114,4 @@ def test_ship_decision_holds(variant, phase, metric, measured, gate_run, checkpo
     cell = Cell(variant.name, phase, metric, obtained, decision, None, verdict, reason)
     gate_run.cells.append(cell)
     if misses:
-        raise OutsideShipLimits(reason)
+        raise OutsideShipLimitsError(reason)
