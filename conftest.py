@@ -139,7 +139,8 @@ def texts(checkpoint: Checkpoint) -> dict[str, TextSet]:
 def measurer(pytestconfig: pytest.Config, checkpoint: Checkpoint) -> Iterator[Measurer]:
     """Return what runs networks, in worker processes that start to load at once."""
     model, flavour = (pytestconfig.getoption(name) for name in ("--model", "--tensorrt"))
-    setup = Setup(model, flavour, text_source_of(checkpoint))
+    cache = pytestconfig.getoption("--gate-cache")
+    setup = Setup(model, flavour, text_source_of(checkpoint), cache)
     with Measurer(setup, pytestconfig.getoption("--workers")) as measuring:
         yield measuring
 

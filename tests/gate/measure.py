@@ -1,12 +1,13 @@
 """Run networks over the gate's texts and compare with the references; no verdicts here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from gptneo_trt import calibrate, decoder, metrics, reference
+from gptneo_trt import decoder, metrics
 from gptneo_trt.backend import backend_named
 from gptneo_trt.checkpoint import checkpoint_from_source
 from gptneo_trt.data import Decoded, Measurement, Metrics, ReferenceDistribution, Scales, TextSet
@@ -15,32 +16,13 @@ from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import build_network
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import Variant
+from tests.gate.last_rows import last_rows
+from tests.gate.references import TYPES, reference_logits
 
 PROSE_TEXTS = 12  # windows of the context
 # The study's 1536 teacher-forced tokens, as 12 texts of 128 rather than 6 of 256: half the steps,
 # twice the texts to resample, and still beyond the window of a local layer.
 DECODE_TOKENS = 128
-REFERENCE_TYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-BUCKET = 34  # texts of similar length run together, so that little is padded
-
-Run = Callable[[np.ndarray], np.ndarray]  # token ids [N, T] -> logits [N, T, V]
-
-
-def last_rows(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return float32 [N, V]: the logits at the last token of each text, int32 [T].
-
-    Texts are right padded with token 0, which no earlier position sees.
-    """
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-    rows: dict[int, np.ndarray] = {}
-    for start in range(0, len(order), BUCKET):
-        group = order[start : start + BUCKET]
-        padded = np.zeros((len(group), len(texts[group[-1]])), dtype=np.int32)
-        for row, index in enumerate(group):
-            padded[row, : len(texts[index])] = texts[index]
-        logits = run(padded)
-        rows |= {index: logits[row, len(texts[index]) - 1] for row, index in enumerate(group)}
-    return np.stack([rows[index] for index in range(len(texts))])
 
 
 def distribution(token_ids: np.ndarray, logits: np.ndarray) -> ReferenceDistribution:
@@ -64,11 +46,13 @@ def compared(
 class Pipeline:
     """Hold one checkpoint, its texts and its references, and measure rows on them."""
 
-    def __init__(self, model: str, flavour: str, text_source: str, context: int) -> None:
+    def __init__(
+        self, model: str, flavour: str, text_source: str, context: int, cache: Path
+    ) -> None:
         """Remember what to load; nothing is loaded before it is needed."""
         torch.set_num_threads(1)
         self.model, self.flavour = model, flavour
-        self.text_source, self.context = text_source, context
+        self.text_source, self.context, self.cache = text_source, context, cache
 
     @cached_property
     def checkpoint(self):
@@ -96,17 +80,19 @@ class Pipeline:
         The logits are those of Hugging Face's own model.
         """
         found: dict[str, dict[str, ReferenceDistribution]] = {}
-        texts = self.next_token_texts
-        for type_name, dtype in REFERENCE_TYPES.items():
-            model = reference.torch_model(self.checkpoint, dtype)
-            logits = reference.logits(model, self.prose)
-            short = self.prose[:, :DECODE_TOKENS]
-            last = last_rows(lambda ids, model=model: reference.logits(model, ids), texts)
-            no_target, blocks = np.full(len(last), -1), np.arange(len(last))
+        for type_name in TYPES:
+            logits = reference_logits(
+                self.checkpoint, self.prose, self.next_token_texts, type_name, self.cache
+            )
+            count = len(logits.next_token)
             for name, part in {
-                "prefill": distribution(self.prose, logits),
-                "decode": distribution(short, logits[:, :DECODE_TOKENS]),
-                "next_token": metrics.reference_distribution(last, no_target, blocks),
+                "prefill": distribution(self.prose, logits.prose),
+                "decode": distribution(
+                    self.prose[:, :DECODE_TOKENS], logits.prose[:, :DECODE_TOKENS]
+                ),
+                "next_token": metrics.reference_distribution(
+                    logits.next_token, np.full(count, -1), np.arange(count)
+                ),
             }.items():
                 found.setdefault(name, {})[type_name] = part
         return found
@@ -118,6 +104,9 @@ class Pipeline:
 
     def calibrate(self, text: TextSet, modules: Sequence[str]) -> Scales:
         """Return the calibrated ranges of these modules; the model is made for this alone."""
+        # Only a cold run calibrates; importing transformers takes seconds.
+        from gptneo_trt import calibrate, reference
+
         model = reference.torch_model(self.checkpoint, torch.bfloat16)
         return calibrate.calibrate(model, self.checkpoint, text, modules)
 

@@ -9,6 +9,7 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -32,11 +33,13 @@ class Setup:
         model: as given to ``--model``.
         flavour: TensorRT flavour.
         text_source: "bundled" or "study".
+        cache: folder where references are kept.
     """
 
     model: str
     flavour: str
     text_source: str
+    cache: Path
 
 
 _pipeline: "Pipeline"  # of this process, set by _prepare
@@ -47,7 +50,7 @@ def _prepare(setup: Setup) -> None:
     # Only a worker needs torch and transformers; importing them takes seconds.
     from tests.gate.measure import Pipeline
 
-    _pipeline = Pipeline(setup.model, setup.flavour, setup.text_source, CONTEXT)
+    _pipeline = Pipeline(setup.model, setup.flavour, setup.text_source, CONTEXT, setup.cache)
 
 
 def _load() -> None:

@@ -1,0 +1,26 @@
+"""Logits at the end of texts of different lengths."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+BUCKET = 34  # texts of similar length run together, so that little is padded
+
+Run = Callable[[np.ndarray], np.ndarray]  # token ids [N, T] -> logits [N, T, V]
+
+
+def last_rows(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return float32 [N, V]: the logits at the last token of each text, int32 [T].
+
+    Texts are right padded with token 0, which no earlier position sees.
+    """
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    rows: dict[int, np.ndarray] = {}
+    for start in range(0, len(order), BUCKET):
+        group = order[start : start + BUCKET]
+        padded = np.zeros((len(group), len(texts[group[-1]])), dtype=np.int32)
+        for row, index in enumerate(group):
+            padded[row, : len(texts[index])] = texts[index]
+        logits = run(padded)
+        rows |= {index: logits[row, len(texts[index]) - 1] for row, index in enumerate(group)}
+    return np.stack([rows[index] for index in range(len(texts))])

@@ -1,0 +1,108 @@
+"""Reference logits of Hugging Face's model, computed once and kept in the cache.
+
+Computing them takes seconds, and so does importing transformers, which a warm run then does
+without. The key covers all that shapes them: checkpoint, token ids, type, library versions and
+the source of ``gptneo_trt.reference``.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+import gptneo_trt
+from gptneo_trt.data import Checkpoint
+from tests.gate.last_rows import last_rows
+
+SOURCE = Path(gptneo_trt.__file__).parent / "reference.py"
+TYPES = {"bf16": "bfloat16", "float32": "float32"}
+
+
+@dataclass(frozen=True)
+class ReferenceLogits:
+    """Hold what the reference gave.
+
+    Attributes:
+        prose: float32 [N, T, V].
+        next_token: float32 [M, V], at the last token of each question and prompt.
+    """
+
+    prose: np.ndarray
+    next_token: np.ndarray
+
+
+def reference_logits(
+    checkpoint: Checkpoint,
+    prose: np.ndarray,
+    next_token_texts: Sequence[np.ndarray],
+    type_name: str,
+    cache: Path,
+) -> ReferenceLogits:
+    """Return the reference's logits, from the cache or computed now.
+
+    Args:
+        checkpoint: weights and shapes.
+        prose: int32 [N, T].
+        next_token_texts: int32 [T] each.
+        type_name: "bf16" or "float32".
+        cache: folder; two processes may share it.
+    """
+    folder = cache / "references"
+    folder.mkdir(parents=True, exist_ok=True)
+    key = _key(checkpoint, [prose.ravel(), *next_token_texts], type_name)
+    path = folder / f"{key}.safetensors"
+    with FileLock(path.with_suffix(".lock")):
+        found = _stored(path)
+        if found is None:
+            found = _computed(checkpoint, prose, next_token_texts, type_name)
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            save_file(found, temporary)
+            temporary.replace(path)
+    return ReferenceLogits(**found)
+
+
+def _key(checkpoint: Checkpoint, texts: Sequence[np.ndarray], type_name: str) -> str:
+    identity = {
+        "checkpoint": checkpoint.sha256,
+        "source": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
+        "texts": [hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest() for ids in texts],
+        "type": type_name,
+        "versions": [metadata.version(package) for package in ("torch", "transformers")],
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _stored(path: Path) -> dict[str, np.ndarray] | None:
+    if not path.exists():
+        return None
+    try:
+        found = load_file(path)
+    except SafetensorError:
+        return None
+    return found if set(found) == {"prose", "next_token"} else None
+
+
+def _computed(
+    checkpoint: Checkpoint,
+    prose: np.ndarray,
+    next_token_texts: Sequence[np.ndarray],
+    type_name: str,
+) -> dict[str, np.ndarray]:
+    # Only a cold run needs torch's model and transformers.
+    import torch
+
+    from gptneo_trt import reference
+
+    model = reference.torch_model(checkpoint, getattr(torch, TYPES[type_name]))
+    return {
+        "prose": reference.logits(model, prose),
+        "next_token": last_rows(lambda ids: reference.logits(model, ids), next_token_texts),
+    }
