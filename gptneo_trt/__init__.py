@@ -27,6 +27,7 @@ baselines       Metrics <-> baselines/; differences
 verdicts        value, limit, baseline -> Cell
 report          Cells -> terminal table and results.json
 provenance      commit, versions, machine
+whole_file      write files that appear whole or not at all
 
 Nothing is imported here: ``gptneo_trt.metrics`` must load where neither torch,
 transformers, modelopt nor TensorRT is installed.

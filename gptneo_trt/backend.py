@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from gptneo_trt.errors import BuildError
 
@@ -60,16 +60,24 @@ def backend_named(flavour: str) -> Backend:
 
 
 def log_collector(trt: ModuleType) -> Any:
-    """Return an ``ILogger`` that keeps warnings and errors in its list ``lines``."""
+    """Return an ``ILogger`` that keeps warnings and errors in its list ``lines``.
+
+    With its ``echo`` set to a text stream, it writes each there too, at once: a process that is
+    about to crash leaves TensorRT's last words behind.
+    """
 
     class LogCollector(trt.ILogger):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.lines: list[str] = []
+            self.echo: TextIO | None = None
 
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.WARNING:
-                self.lines.append(f"[{severity.name}] {message}")
+                line = f"[{severity.name}] {message}"
+                self.lines.append(line)
+                if self.echo:
+                    print(line, file=self.echo, flush=True)
 
     return LogCollector()
 

@@ -9,7 +9,6 @@ tokens are flat: ``prefill/prose/bf16/kl_mean_nats``, ``prefill/plan_mib``,
 import hashlib
 import io
 import json
-import os
 import re
 import sys
 import zipfile
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.whole_file import whole_file
 
 SCHEMA = 1
 MEMBERS = {"schema": int, "key": dict, "provenance": dict, "values": dict, "tokens_sha256": str}
@@ -105,9 +105,10 @@ def write(folder: Path, variant: str, baseline: Baseline) -> None:
             f"baseline of {_label(folder, variant)} not written: key or provenance: {error}; "
             "use strings, finite numbers, lists and mappings only"
         ) from error
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / f"{variant}.tokens.npz", tokens)
-    _replace(folder / f"{variant}.json", text.encode())
+    contents = {f"{variant}.tokens.npz": tokens, f"{variant}.json": text.encode()}
+    for name, content in contents.items():
+        with whole_file(folder / name) as temporary:
+            temporary.write_bytes(content)
 
 
 def key_differences(stored: Mapping, current: Mapping) -> list[str]:
@@ -272,19 +273,6 @@ def _npz_bytes(tokens: Mapping[str, np.ndarray]) -> bytes:
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, member.getvalue(), zipfile.ZIP_DEFLATED, 6)
     return buffer.getvalue()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, then rename it; leave nothing else behind."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flat(nested: Mapping, prefix: str = "") -> dict[str, str]:

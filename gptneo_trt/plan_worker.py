@@ -8,7 +8,6 @@ when this process dies.
 
 import hashlib
 import json
-import os
 import sys
 import time
 from dataclasses import fields
@@ -22,6 +21,7 @@ from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, GptNeoTrtError
 from gptneo_trt.network import Network, build_network
 from gptneo_trt.variants import Variant
+from gptneo_trt.whole_file import whole_file
 
 REFUSED = 3  # exit status of an error that has a message on standard output
 
@@ -40,6 +40,7 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         )
     started = time.perf_counter()
     network = _network_of(job, backend)
+    network.log.echo = sys.stderr
     config = create_config(backend, network.builder, job["capabilities"])
     if network.phase == "prefill":
         _add_profile(network, config)
@@ -57,7 +58,8 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         "build_s": round(time.perf_counter() - started, 3),
         "log": lines,
     }
-    _write_whole(Path(job["plan"]), plan)
+    with whole_file(Path(job["plan"])) as temporary:
+        temporary.write_bytes(plan)
     return record
 
 
@@ -88,18 +90,6 @@ def _add_profile(network: Network, config: Any) -> None:
         raise BuildError("prefill: the optimization profile was refused", tuple(network.log.lines))
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def main(arguments: list[str]) -> int:
     """Build one job; write the side-car last, so that it vouches for the plan beside it."""
     job_file = Path(arguments[0])
@@ -111,7 +101,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"error": message, "log": lines}))
         return REFUSED
     side_car = json.dumps(record | {"plan": Path(job["plan"]).name}, indent=1, sort_keys=True)
-    _write_whole(Path(job["side_car"]), side_car.encode())
+    with whole_file(Path(job["side_car"])) as temporary:
+        temporary.write_text(side_car, encoding="utf-8")
     return 0
 
 

@@ -26,6 +26,7 @@ from gptneo_trt.errors import BuildError
 from gptneo_trt.network import activation_scales
 from gptneo_trt.plan_worker import REFUSED
 from gptneo_trt.variants import Variant
+from gptneo_trt.whole_file import whole_file
 
 MIB = 1 << 20
 SOURCES = ("backend.py", "layers.py", "network.py", "plan_worker.py")
@@ -141,9 +142,8 @@ def _stored_weights(checkpoint: Checkpoint, cache: Path) -> Path:
     path = folder / f"{checkpoint.sha256}.safetensors"
     with FileLock(path.with_suffix(".lock")):
         if not path.exists():
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file(dict(checkpoint.weights), temporary)
-            temporary.replace(path)
+            with whole_file(path) as temporary:
+                save_file(dict(checkpoint.weights), temporary)
     return path
 
 

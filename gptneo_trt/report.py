@@ -8,6 +8,7 @@ from typing import Any
 
 from gptneo_trt.data import Cell, Checkpoint, Provenance
 from gptneo_trt.verdicts import Key, coverage
+from gptneo_trt.whole_file import whole_file
 
 SCHEMA = 1
 WORST_FIRST = ("failed", "inconclusive", "not measured", "passed")
@@ -137,9 +138,7 @@ def write_results(folder: Path, content: Mapping[str, Any]) -> Path:
         ValueError: a value that JSON cannot hold, such as NaN.
     """
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return path

@@ -1,7 +1,6 @@
 """Keep calibrated scales in a file: Scales <-> JSON; needs neither torch nor ModelOpt."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from gptneo_trt.data import Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
+from gptneo_trt.whole_file import whole_file
 
 # Any positive range gives the same plan; a power of two keeps the weights' rounding visible.
 CONSTANT_AMAX = 4.0
@@ -27,11 +27,10 @@ def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
 
 def write_scales(path: Path, scales: Scales) -> None:
     """Write scales as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {**vars(scales), "activation_amax": dict(scales.activation_amax)}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_scales(

@@ -7,7 +7,6 @@ the source of ``gptneo_trt.reference``.
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import gptneo_trt
 from gptneo_trt.data import Checkpoint
+from gptneo_trt.whole_file import whole_file
 from tests.gate.last_rows import last_rows
 
 SOURCE = Path(gptneo_trt.__file__).parent / "reference.py"
@@ -63,9 +63,8 @@ def reference_logits(
         found = _stored(path)
         if found is None:
             found = _computed(checkpoint, prose, next_token_texts, type_name)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file(found, temporary)
-            temporary.replace(path)
+            with whole_file(path) as temporary:
+                save_file(found, temporary)
     return ReferenceLogits(**found)
 
 

@@ -1,5 +1,6 @@
 """The backend: which flavour is here, what it is asked for, and its log lines."""
 
+import io
 import sys
 from types import SimpleNamespace
 
@@ -114,3 +115,14 @@ def test_tensorrt_takes_no_capabilities(backend, builder):
     with pytest.raises(BuildError, match=r"tensorrt-11.4.0: builds for the GPU at hand only"):
         create_config(full, builder.builder, ("8.9",))
     assert create_config(full, builder.builder, ()) is not None
+
+
+def test_log_lines_are_echoed_as_they_come(backend):
+    """With ``echo`` set, a warning is on the stream at once; informational lines never are."""
+    collector = log_collector(backend.trt)
+    collector.log(backend.trt.ILogger.WARNING, "before")
+    collector.echo = io.StringIO()
+    collector.log(backend.trt.ILogger.ERROR, "last words")
+    collector.log(backend.trt.ILogger.INFO, "chatter")
+    assert collector.echo.getvalue() == "[ERROR] last words\n"
+    assert collector.lines == ["[WARNING] before", "[ERROR] last words"]

@@ -181,7 +181,7 @@ def test_results_have_exactly_this_shape(results, t0):
             "sha256": t0.sha256,
             "architecture": asdict(t0.architecture),
             "files": [],
-            "notes": [],
+            "notes": list(t0.notes),
         },
         "provenance": {
             "target": "cpu/made-up-1.0",

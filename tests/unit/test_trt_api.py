@@ -118,6 +118,8 @@ class Scan(ast.NodeVisitor):
             return EXPRESSIONS[ast.unparse(node)]
         if isinstance(node, ast.Name):
             return self.held.get(node.id) or self.table(node.id) or OTHER
+        if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+            return OTHER
         if isinstance(node, ast.Attribute):
             base = self.holds(node.value)
             if base == THE_MODULE:
