@@ -23,6 +23,7 @@ from gptneo_trt.scales import constant_scales, read_scales, write_scales
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate.measurer import CONTEXT, Measurer, Setup
+from tests.gate.selection import selected_names
 
 ROOT = Path(__file__).parent
 
@@ -74,14 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"--variants: unknown rows {unknown}; the rows are: {', '.join(VARIANTS)}"
         )
-
-
-def selected_names(config: pytest.Config) -> list[str]:
-    """Return the rows to run, in the order of VARIANTS."""
-    asked = [name.strip() for name in config.getoption("--variants").split(",") if name.strip()]
-    return [name for name in VARIANTS if name in asked] + [
-        name for name in asked if name not in VARIANTS
-    ] or list(VARIANTS)
 
 
 def text_source_of(checkpoint: Checkpoint) -> str:

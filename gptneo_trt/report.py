@@ -1,6 +1,7 @@
 """Cells and measured values -> the table at the end of a run, and ``results.json``."""
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -95,6 +96,15 @@ def coverage_line(expected: Collection[Key], cells: Sequence[Cell]) -> str:
     return line
 
 
+def _json(value: Any) -> Any:
+    """Return a value with "nan", "inf" or "-inf" in place of floats that JSON cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _json(each) for name, each in value.items()}
+    return value
+
+
 def results(
     checkpoint: Checkpoint,
     provenance: Provenance,
@@ -121,13 +131,13 @@ def results(
             "notes": list(checkpoint.notes),
         },
         "provenance": asdict(provenance),
-        "cells": [asdict(cell) for cell in cells],
+        "cells": [_json(asdict(cell)) for cell in cells],
         "coverage": {
             "measured": len(measured),
             "expected": len(expected),
             "missing": ["/".join(key) for key in sorted(missing)],
         },
-        "values": {variant: dict(row) for variant, row in values.items()},
+        "values": {variant: _json(row) for variant, row in values.items()},
     }
 
 

@@ -28,7 +28,7 @@ def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
 def write_scales(path: Path, scales: Scales) -> None:
     """Write scales as JSON, whole or not at all."""
     content = {**vars(scales), "activation_amax": dict(scales.activation_amax)}
-    text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -50,7 +50,7 @@ def read_scales(
         content["activation_amax"] = {k: float(v) for k, v in content["activation_amax"].items()}
         content["notes"] = tuple(content["notes"])
         scales = Scales(**content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CalibrationError(f"{path}: not a scales file: {error}; delete it") from error
     of_this = (
         scales.checkpoint_sha256 == checkpoint.sha256

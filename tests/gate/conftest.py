@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from conftest import selected_names
 from gptneo_trt import baselines, report
 from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
@@ -20,6 +19,7 @@ from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import limits
 from tests.gate.measurer import CONTEXT
 from tests.gate.run import BASELINE_PREFIX, GateRun
+from tests.gate.selection import selected_names
 
 RUN = pytest.StashKey[GateRun]()
 
@@ -94,8 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count gate cells that were left out by -k or -m."""
-    if items and RUN in items[0].config.stash:
-        items[0].config.stash[RUN].deselected += sum(_key(item) is not None for item in items)
+    cells = [item for item in items if not _has_no_rows(item) and _key(item)]
+    if cells:  # -k and -m come before the collection is finished
+        cells[0].config.stash.setdefault(RUN, GateRun()).deselected += len(cells)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -111,10 +112,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     key, run = _key(item), item.config.stash[RUN]
     if key and call.excinfo and not run.has_cell(key):
         error = call.excinfo.value
-        verdict = "failed" if isinstance(error, GptNeoTrtError) else "not measured"
+        judged = call.when == "call" and isinstance(error, GptNeoTrtError)
+        verdict = "failed" if judged else "not measured"
         reason = f"{type(error).__name__}: {error}"
         run.cells.append(Cell(*key, None, None, None, verdict, reason))
-        if verdict == "failed" and made.failed:
+        if isinstance(error, GptNeoTrtError) and made.failed:
             made.longrepr = reason  # the message names thing and remedy, the trace adds nothing
     return made
 
@@ -160,13 +162,13 @@ def pytest_terminal_summary(
     terminalreporter.write_line(report.LEGEND)
     for line in run.written:
         terminalreporter.write_line(f"baseline {line}")
-    if config.getoption("--update-baselines"):
+    if config.getoption("--update-baselines") and run.folder:
         terminalreporter.write_line(
             f"baselines written to {run.folder}: commit them and run again without "
             "--update-baselines; this run fails",
             red=True,
         )
-    if config.getoption("--gate-report"):
+    if config.getoption("--gate-report") and run.checkpoint and run.provenance:
         terminalreporter.write_line(f"report: {config.getoption('--gate-report')}/results.json")
     left_out = f"; {run.deselected} more deselected" if run.deselected else ""
     green = not run.problems()

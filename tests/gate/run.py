@@ -104,16 +104,25 @@ class GateRun:
     def _write(self, variant: str) -> list[str]:
         values = {
             name: value
-            for name, value in self.values[variant].items()
+            for name, value in self.values.get(variant, {}).items()
             if not name.endswith("build_s")
         }
         new = Baseline(self.key, asdict(self.provenance), values, self.tokens.get(variant, {}))
         try:
             old = baselines.read(self.folder, variant)
+            lost = {*old.values, *old.tokens} - {*new.values, *new.tokens}
+            if lost:
+                return [
+                    f"{variant}: not written: this run did not measure {', '.join(sorted(lost))}; "
+                    "run all gate tests of the row, or delete the file if these are gone for good"
+                ]
             changes = [f"{variant}: {line}" for line in baselines.differences(old, new)]
         except BaselineError as error:
             changes = [f"{variant}: new ({error})"]
-        baselines.write(self.folder, variant, new)
+        try:
+            baselines.write(self.folder, variant, new)
+        except BaselineError as error:
+            return [f"{variant}: not written: {error}"]
         return changes or [f"{variant}: unchanged"]
 
     def report(self) -> dict[str, object]:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from gptneo_trt.backend import Backend, backend_named
+from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Cell, Checkpoint, Measurement, Scales, TextSet
 from gptneo_trt.scales import read_scales, write_scales
 from gptneo_trt.texts import text_set
@@ -28,18 +29,20 @@ from tests.gate.measure import Pipeline
 from tests.gate.measurer import CONTEXT
 from tests.gate.run import GateRun
 from tests.selftest import faults
+from tests.selftest.judging import QUALITY, Cells, judged
 
 ROOT = Path(__file__).parents[2]
 FLAVOUR = "tensorrt_rtx"
 NEXT_TOKEN_STEP = 8  # one question or prompt in eight: they take most of a prefill's time
 CHILD_S = 300
 
-# name -> plugin, fault, what is collected; in the order in which they run
+# Name -> plugin, fault, what is collected. They share a cache and run in this order: the builder
+# must crash before another run has built its plan.
 RUNS = {
+    "crashing-builder": ("tests.selftest.crashing_builder", "", "tests/gate/test_build.py"),
     "control": ("", "", "tests/gate"),
     faults.SCALED_SCORES: ("tests.selftest.faults", faults.SCALED_SCORES, "tests/gate"),
     faults.NAN_WEIGHT: ("tests.selftest.faults", faults.NAN_WEIGHT, "tests/gate"),
-    "crashing-builder": ("tests.selftest.crashing_builder", "", "tests/gate/test_build.py"),
 }
 
 
@@ -73,10 +76,11 @@ def _child_run(name: str, folder: Path) -> ChildRun:
         *(f"--gate-cache={folder / 'cache'}", f"--gate-report={report}"),
         *("-q", "--color=yes", "-p", "no:cacheprovider"),
     ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, *options, collected],
         cwd=ROOT,
-        env=os.environ | {faults.VARIABLE: fault},
+        env=environment | {faults.VARIABLE: fault},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,8 +97,8 @@ def child_runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[ChildRun]]]:
     """Start the whole runs that are asked for, one after another beside the tests of here."""
-    asked = [item.callspec.params.get("run_name", "") for item in request.session.items
-             if hasattr(item, "callspec")]  # fmt: skip
+    specs = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = {spec.params.get("run_name") for spec in specs if spec}
     folder = tmp_path_factory.mktemp("gate")
     with ThreadPoolExecutor(max_workers=1) as pool:
         yield {name: pool.submit(_child_run, name, folder) for name in RUNS if name in asked}
@@ -186,3 +190,20 @@ def control(pipeline: Pipeline, scales: Scales) -> Callable[[Variant], Measured]
         return rows[variant.name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def quality(
+    control: Callable[[Variant], Measured],
+    checkpoint: Checkpoint,
+    stored: Callable[[Variant], Baseline],  # noqa: F811
+) -> Callable[[Variant, dict[str, Measurement]], Cells]:
+    """Return a function (variant, phase -> Measurement) -> every quality cell of the row."""
+
+    def cells(variant: Variant, phases: dict[str, Measurement]) -> Cells:
+        def measured(row: Variant, phase: str) -> Measurement:
+            return phases[phase] if row == variant else control(row).phases[phase]
+
+        return judged(QUALITY, variant, measured=measured, checkpoint=checkpoint, stored=stored)
+
+    return cells

@@ -193,7 +193,6 @@ FAULTS = (
         network_from({"window_size": 63}),
         "regression/kl_mean_nats",
         WORSE,
-        phases=BOTH,
     ),
     Fault(
         SCALED_SCORES,
@@ -214,7 +213,7 @@ FAULTS = (
         "K rows go to the V cache and V rows to the K cache",
         _cache_written_by(_swapped),
         "agreement/kl_mean_nats",
-        OVER_EXACT,
+        r"obtained \S+, expected at most \S+$",
         phases=("decode",),
     ),
     Fault(
@@ -222,7 +221,7 @@ FAULTS = (
         "at step 40 the cache gets the rows of step 39 again",
         _cache_written_by(_stale),
         "agreement/kl_mean_nats",
-        OVER_EXACT,
+        r"obtained \S+, expected at most \S+$",
         phases=("decode",),
     ),
     Fault(
@@ -325,9 +324,9 @@ FAULTS = (
         "fp8",
     ),
     Fault(
-        "scales-1024-times-too-large",
+        "scales-4096-times-too-large",
         "every input falls among FP8's subnormals",
-        _scaled_ranges(1024),
+        _scaled_ranges(4096),
         "regression/kl_mean_nats",
         WORSE,
         "fp8",
@@ -345,17 +344,9 @@ UNSEEN = (
         "fp8",
     ),
     Fault(
-        "scales-swapped-unseen",
-        "the input scales of c_fc in layers 1 and 5, 1.5 apart, are swapped",
-        _swapped_ranges("mlp.c_fc", 1, 5),
-        "regression/kl_mean_nats",
-        WORSE,
-        "fp8",
-    ),
-    Fault(
-        "window-one-wider-fp8",
-        "a twentieth of what FP8 loses itself; the fp16 row shows it",
-        network_from({"window_size": 65}),
+        "window-one-narrower-fp8",
+        "a fortieth of what FP8 loses itself; the fp16 row shows it",
+        network_from({"window_size": 63}),
         "regression/kl_mean_nats",
         WORSE,
         "fp8",

@@ -10,6 +10,7 @@ import pytest
 
 from gptneo_trt.data import Cell
 from gptneo_trt.variants import Variant
+from tests.gate import test_quality
 from tests.gate.conftest import OutsideShipLimitsError
 from tests.gate.run import GateRun
 
@@ -30,6 +31,12 @@ def gate_tests(module: ModuleType) -> list[Callable[..., None]]:
     return [test for test in vars(module).values() if _cells_marker(test)]
 
 
+def wanted_cells(tests: list[Callable[..., None]]) -> set[tuple[str, str]]:
+    """Return (phase, metric) of every cell that gate tests judge for one row."""
+    asked = [_cells_marker(test).kwargs for test in tests]
+    return {key for each in asked for key in product(each["phases"], each["metrics"])}
+
+
 def judged(tests: list[Callable[..., None]], variant: Variant, **fixtures: object) -> Cells:
     """Run gate tests of a row for all their phases and metrics; return what they judged.
 
@@ -47,9 +54,11 @@ def judged(tests: list[Callable[..., None]], variant: Variant, **fixtures: objec
 
     fixtures |= {"variant": variant, "judge": judge, "gate_run": run, "comparing": True}
     for test in tests:
-        asked = _cells_marker(test).kwargs
-        for phase, metric in product(asked["phases"], asked["metrics"]):
+        for phase, metric in sorted(wanted_cells([test])):
             given = fixtures | {"phase": phase, "metric": metric}
             with suppress(_RedError, OutsideShipLimitsError):
                 test(**{name: given[name] for name in inspect.signature(test).parameters})
     return {(cell.phase, cell.metric): cell for cell in run.cells}
+
+
+QUALITY = gate_tests(test_quality)

@@ -361,3 +361,14 @@ def test_a_random_row_without_fixed_sizes_has_the_formula_s():
     found = limits.plan_mib(random, VARIANTS["fp32"], "decode")
 
     assert found == limits.plan_mib(named, VARIANTS["fp32"], "decode")
+
+
+@pytest.mark.parametrize("key", sorted(limits.PLAN_MIB), ids="/".join)
+def test_stored_plan_of_a_random_row_is_within_its_bounds(key):
+    """Fixed pairs and stored runs name the same rows, and agree."""
+    name, row, phase = key
+    folder = STORED.parent / name.replace(":", "-")
+    smallest, largest = limits.PLAN_MIB[key]
+
+    assert baselines.names(folder) == {each for _, each, _ in limits.PLAN_MIB}
+    assert smallest <= baselines.read(folder, row).values[f"{phase}/plan_mib"] <= largest

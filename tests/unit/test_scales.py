@@ -175,6 +175,39 @@ def test_what_json_cannot_hold_leaves_the_old_file(path):
     assert [each.name for each in path.parent.iterdir()] == ["sample.json"]
 
 
+def test_range_beyond_a_float_is_refused(path):
+    """An integer that no float holds is no range either."""
+    edit(path, activation_amax={MODULES[0]: 10**400})
+
+    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file: .*; delete it"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+def test_nan_is_never_written(path):
+    """C-01: no NaN or infinity gets into a scales file; the old file stays."""
+    before = path.read_bytes()
+
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_scales(path, replace(SAMPLE, activation_amax={MODULES[0]: float("nan")}))
+
+    assert path.read_bytes() == before
+
+
+def test_write_that_fails_leaves_nothing_beside_the_old_file(path, monkeypatch):
+    """A full disk, or a rename that is refused, leaves the old file and no other."""
+
+    def refuse(self, target):
+        raise OSError("no space left on device")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(type(path), "replace", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        write_scales(path, replace(SAMPLE, tokens=1))
+
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == ["sample.json"]
+
+
 def test_writing_leaves_one_file(path):
     """The temporary name is gone after a write, and after one over an old file."""
     write_scales(path, replace(SAMPLE, tokens=1))
