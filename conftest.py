@@ -103,8 +103,16 @@ def checkpoint(pytestconfig: pytest.Config) -> Checkpoint:
 @pytest.fixture(scope="session")
 def run_provenance(pytestconfig: pytest.Config, backend: Backend) -> Provenance:
     """Return where this run's figures come from."""
-    arguments = [str(argument) for argument in pytestconfig.invocation_params.args]
-    return provenances.provenance(f"cpu/{backend.target}", ["pytest", *arguments])
+    # The options that shape figures; the others name folders of this machine.
+    options = [f"--model={_model_name(pytestconfig)}", f"--tensorrt={backend.flavour}"]
+    if pytestconfig.getoption("--variants"):
+        options.append(f"--variants={pytestconfig.getoption('--variants')}")
+    return provenances.provenance(f"cpu/{backend.target}", ["pytest", "-m", "cpu", *options])
+
+
+def _model_name(config: pytest.Config) -> str:
+    model = str(config.getoption("--model"))
+    return Path(model).name if Path(model).is_dir() else model
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 Axes: N texts, T tokens, V vocabulary, C channels, H heads, D head width, F feed-forward.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,14 @@ class TextSet:
         """Return the number of tokens over all texts."""
         return sum(len(ids) for ids in self.token_ids)
 
+    @property
+    def token_ids_sha256(self) -> str:
+        """Return the SHA-256 over the lengths and the int32 ids of all texts, in order."""
+        digest = hashlib.sha256()
+        for ids in self.token_ids:
+            digest.update(np.int64(len(ids)).tobytes() + ids.astype("<i4").tobytes())
+        return digest.hexdigest()
+
     def key(self) -> dict[str, str | int]:
         """Return what must be equal before two results on this text are compared."""
         return {
@@ -119,6 +128,7 @@ class TextSet:
             "window": self.window,
             "texts": len(self.token_ids),
             "tokens": self.tokens,
+            "token_ids_sha256": self.token_ids_sha256,
         }
 
 

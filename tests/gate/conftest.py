@@ -17,7 +17,7 @@ from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, Tex
 from gptneo_trt.errors import BaselineError, GptNeoTrtError
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import limits
-from tests.gate.measurer import CONTEXT
+from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS
 from tests.gate.run import BASELINE_PREFIX, GateRun
 from tests.gate.selection import selected_names
 
@@ -199,8 +199,10 @@ def baseline_key(
     return {
         "checkpoint_sha256": checkpoint.sha256,
         "context": CONTEXT,
+        "decode_tokens": DECODE_TOKENS,
         "flavour": backend.flavour,
         "gpu": "cpu",
+        "prose_texts": PROSE_TEXTS,
         "texts": {name: text.key() for name, text in texts.items()},
         "version": backend.version,
     }

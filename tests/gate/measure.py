@@ -17,12 +17,8 @@ from gptneo_trt.network import build_network
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import Variant
 from tests.gate.last_rows import last_rows
+from tests.gate.measurer import DECODE_TOKENS, PROSE_TEXTS
 from tests.gate.references import TYPES, reference_logits
-
-PROSE_TEXTS = 12  # windows of the context
-# The study's 1536 teacher-forced tokens, as 12 texts of 128 rather than 6 of 256: half the steps,
-# twice the texts to resample, and still beyond the window of a local layer.
-DECODE_TOKENS = 128
 
 
 def distribution(token_ids: np.ndarray, logits: np.ndarray) -> ReferenceDistribution:

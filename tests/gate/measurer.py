@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tests.gate.measure import Pipeline
 
 CONTEXT = 256  # the study's cache rows and prefill length
+PROSE_TEXTS = 12  # windows of the context
+# The study's 1536 teacher-forced tokens, as 12 texts of 128 rather than 6 of 256: half the steps,
+# twice the texts to resample, and still beyond the window of a local layer.
+DECODE_TOKENS = 128
 
 Outcome = Measurement | GptNeoTrtError
 
