@@ -63,11 +63,15 @@ def _git(*arguments: str) -> str | None:
 
 
 def _commit() -> str:
-    """Return the commit, with "-dirty" when tracked files differ from it, or "unknown"."""
+    """Return the commit, with "-dirty" when tracked files differ from it, or "unknown".
+
+    Baselines do not count: they are what a run writes, not what it measures.
+    """
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return "unknown"
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    everything = (".", ":(exclude)baselines")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *everything)
     return f"{commit}-dirty" if changed else commit
 
 
