@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 .PHONY: gate test check measure clean
 
 gate: $(READY)
-	$(BIN)/python -m pytest -m cpu $(ARGS)
+	$(BIN)/python -m pytest -m cpu tests/gate $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -53,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         type=Path,
         default=ROOT / ".cache" / "gate",
-        help="folder of plans, weights and scales (default: .cache/gate)",
+        help="folder of plans, weights, scales and reference logits (default: .cache/gate); write "
+        "--gate-cache=DIR",
     )
     group.addoption(
         "--workers",

@@ -1,8 +1,8 @@
 """Measure what the CPU gate costs: ``python -m tests.measure_gate [pytest options]``.
 
-Runs ``pytest -m cpu`` twice on a new cache folder: cold (calibration and every plan) and warm.
-Prints wall seconds, processor seconds and peak memory: the largest sum, over the process and its
-children, of the proportional set size, sampled twice a second.
+Runs ``pytest -m cpu tests/gate`` twice on a new cache folder: cold (calibration and every
+plan), then warm. Prints wall seconds, processor seconds and peak memory: the largest sum, over the
+process and its children, of the proportional set size, sampled twice a second.
 """
 
 import os
@@ -66,7 +66,8 @@ def main(options: list[str]) -> int:
     """Measure both runs, print a line each, and fail if one of them failed."""
     costs = {}
     with tempfile.TemporaryDirectory(prefix="gate-cache-") as cache:
-        command = [sys.executable, "-m", "pytest", "-m", "cpu", "-q", f"--gate-cache={cache}"]
+        command = [sys.executable, "-m", "pytest", "-m", "cpu", "tests/gate", "-q"]
+        command.append(f"--gate-cache={cache}")
         for name in ("cold", "warm"):
             costs[name] = measure([*command, *options])
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end")

@@ -99,8 +99,10 @@ AGREEMENT_NATS = 1e-5  # of rows that round nothing to FP8; fp16 measured 3e-6
 # chaotic: another CPU or thread count moves single tokens, and the mean by a few per cent.
 REGRESSION_FRAC = 0.10
 REGRESSION_NATS = 1e-6  # and never less than this: a third of fp16's own loss
-REGRESSION_NLL_NATS = 0.005  # half a per cent of perplexity
-REGRESSION_TOP1_FRAC = 0.01  # one token in a hundred
+# Another processor moves single tokens of FP8 rows: the gate run with AVX2 instead of AVX-512
+# moved NLL by up to 0.0073 nats and top-1 by up to 0.0151 (upper bounds of the mean).
+REGRESSION_NLL_NATS = 0.01  # one per cent of perplexity
+REGRESSION_TOP1_FRAC = 0.02  # two tokens in a hundred
 PLAN_SIZE_FRAC = 0.01  # builds of one version are identical; 1 % lets a rebuild of TensorRT pass
 
 # What an engine must keep to be shipped, next to the fp16 engine of the same run.

@@ -4,7 +4,7 @@ import pytest
 
 from gptneo_trt.data import Cell
 from gptneo_trt.inspection import quantization_of
-from gptneo_trt.network import PHASES, build_network
+from gptneo_trt.network import PHASES, activation_scales, build_network
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit, judge_stored
 from tests.gate import limits
 from tests.gate.measurer import CONTEXT
@@ -45,15 +45,21 @@ def test_plan_size_is_the_stored_one(variant, phase, metric, planned, judge, sto
 def test_exactly_the_intended_projections_are_quantized(
     variant, phase, metric, backend, checkpoint, scales, judge
 ):
-    """The network read back from TensorRT has FP8 products where the row says, and nowhere else."""
+    """Read back from TensorRT, FP8 products are where the row says, with the calibrated scales."""
     network = build_network(backend, checkpoint, variant, scales, phase, CONTEXT)
     found = quantization_of(network)
     expected = variant.quantized_modules(checkpoint.architecture.num_layers)
     missing = sorted(set(expected) - set(found.modules))
     extra = sorted(set(found.modules) - set(expected))
-    verdict = "failed" if missing or extra else "passed"
+    wanted_scales = activation_scales(variant, scales, checkpoint.architecture.num_layers)
+    rescaled = sorted(
+        f"{module}: {scale}, expected {wanted_scales[module]}"
+        for module, scale in found.activation_scales.items()
+        if scale != wanted_scales.get(module, scale)
+    )
+    verdict = "failed" if missing or extra or rescaled else "passed"
     reason = f"{len(found.modules)} of {len(found.products)} products read FP8"
     if verdict == "failed":
-        reason += f"; missing: {missing}; not intended: {extra}"
+        reason += f"; missing: {missing}; not intended: {extra}; other scales: {rescaled}"
     count, wanted = len(found.modules), len(expected)
     judge(Cell(variant.name, phase, metric, count, wanted, None, verdict, reason))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tiny import fixed_scales, tiny_checkpoint
 
@@ -9,7 +10,7 @@ from gptneo_trt import layers
 from gptneo_trt import network as network_module
 from gptneo_trt.errors import BuildError
 from gptneo_trt.inspection import quantization_of
-from gptneo_trt.network import PHASES, build_network
+from gptneo_trt.network import PHASES, activation_scales, build_network
 from gptneo_trt.variants import PROJECTIONS, VARIANTS
 
 LAYERS = 3  # one more than both edges, so that every row quantizes something
@@ -96,3 +97,31 @@ def test_C03_another_8_bit_type_is_seen(monkeypatch, build):
     with pytest.raises(BuildError, match="does not read an FP8 Quantize") as caught:
         quantization_of(network)
     assert str(caught.value).count("does not read an FP8 Quantize") == 2 * LAYERS
+
+
+def test_scales_are_those_of_the_row(backend, t0):
+    """The scale read back for each product is amax x factor / 448, in float32."""
+    scales = fixed_scales(t0)
+    row = VARIANTS["fp8-scales-x1.5"]
+    found = quantization_of(build_network(backend, t0, row, scales, "decode", 16))
+    assert dict(found.activation_scales) == activation_scales(row, scales, 2)
+
+
+def test_a_dequantize_with_another_scale_is_seen(backend, t0, monkeypatch):
+    """Quantize and Dequantize of one product must share their scale."""
+
+    def split(graph, name, tensor, scale, dequantize_type):
+        scales = [
+            layers.add_constant(graph, f"{name}.{part}_scale", np.asarray(np.float32(value)))
+            for part, value in (("quantize", scale), ("dequantize", 2 * scale))
+        ]
+        quantized = graph.network.add_quantize(tensor, scales[0], graph.data_type("fp8"))
+        layer = graph.network.add_dequantize(
+            quantized.get_output(0), scales[1], graph.data_type(dequantize_type)
+        )
+        return graph.named(layer, f"{name}.dequantize")
+
+    monkeypatch.setattr(layers, "add_quantize_dequantize", split)
+    network = build_network(backend, t0, VARIANTS["fp8-c_fc"], fixed_scales(t0), "decode", 16)
+    with pytest.raises(BuildError, match=r"mlp.c_fc: .* does not read an FP8 Quantize of its own"):
+        quantization_of(network)
