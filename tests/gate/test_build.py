@@ -60,6 +60,8 @@ def test_exactly_the_intended_projections_are_quantized(
     verdict = "failed" if missing or extra or rescaled else "passed"
     reason = f"{len(found.modules)} of {len(found.products)} products read FP8"
     if verdict == "failed":
-        reason += f"; missing: {missing}; not intended: {extra}; other scales: {rescaled}"
+        reason += f"; missing: {missing}; not intended: {extra}"
+    if rescaled:
+        reason += f"; other scales: {'; '.join(rescaled)}"
     count, wanted = len(found.modules), len(expected)
     judge(Cell(variant.name, phase, metric, count, wanted, None, verdict, reason))

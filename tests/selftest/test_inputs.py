@@ -79,10 +79,15 @@ def test_control_quantizes_what_it_should(read_back):
             rf"31 of 37 products read FP8; missing: \[\]; not intended: \['{OUT_PROJ}'\]$",
             id="one-too-many",
         ),
+        pytest.param(
+            linear(C_FC, activation_scale=0.01),
+            rf"30 of 37 products read FP8; .*; other scales: {C_FC}: 0\.0099.*, expected [0-9.]+$",
+            id="another-scale",
+        ),
     ],
 )
 def test_other_projections_than_intended_are_named(seed, reason, read_back, monkeypatch):
-    """One projection left in fp16, or one in FP8 that should not be, fails both phases."""
+    """One projection in fp16, one in FP8 that should not be, or one with another scale fails."""
     seed(monkeypatch)
     cells = read_back()
     assert sorted(cells) == sorted((phase, "quantized_projections") for phase in PHASES)
