@@ -117,8 +117,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         reason = f"{type(error).__name__}: {error}"
         run.cells.append(Cell(*key, None, None, None, verdict, reason))
         if isinstance(error, GptNeoTrtError) and made.failed:
-            made.longrepr = reason  # the message names thing and remedy, the trace adds nothing
+            made.longrepr = _told_once(run, reason)
     return made
+
+
+def _told_once(run: GateRun, reason: str) -> str:
+    """Return what to print of a refusal: thing and remedy without a trace, in full once."""
+    if reason not in run.told:
+        run.told.add(reason)
+        return reason
+    return f"{reason[:60]}... (as above)" if len(reason) > 60 else reason
 
 
 @pytest.hookimpl(trylast=True)

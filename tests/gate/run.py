@@ -38,6 +38,7 @@ class GateRun:
         tokens: variant -> flat values a token.
         checkpoint, provenance, key, folder: of this run; None before a fixture set them.
         written: a line a change of a baseline.
+        told: refusals that were printed in full.
     """
 
     expected: set[Key] = field(default_factory=set)
@@ -50,6 +51,7 @@ class GateRun:
     key: Mapping[str, object] = field(default_factory=dict)
     folder: Path | None = None
     written: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
