@@ -19,7 +19,7 @@ from gptneo_trt.backend import FLAVOURS, Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
 from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest, build_plan
-from gptneo_trt.scales import constant_scales, read_scales, write_scales
+from gptneo_trt.scales import constant_scales, read_scales, scales_path, write_scales
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate.measurer import CONTEXT, Measurer, Setup
@@ -165,8 +165,7 @@ def scales(
     if not checkpoint.has_quality:
         return constant_scales(checkpoint, modules)
     measurer, text = request.getfixturevalue("measurer"), texts["calibration"]
-    name = f"{checkpoint.sha256[:16]}-{text.sha256[:16]}.json"
-    path = pytestconfig.getoption("--gate-cache") / "scales" / name
+    path = scales_path(pytestconfig.getoption("--gate-cache"), checkpoint, text)
     found = read_scales(path, checkpoint, text, modules)
     if found is None:
         progress(pytestconfig, f"calibrating {len(modules)} projections with ModelOpt ")

@@ -1,7 +1,9 @@
 """Keep calibrated scales in a file: Scales <-> JSON; needs neither torch nor ModelOpt."""
 
+import hashlib
 import json
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,20 @@ def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
     """
     amax = dict.fromkeys(modules, CONSTANT_AMAX)
     return Scales(amax, "constant", checkpoint.sha256, "", 0, "")
+
+
+def scales_path(cache: Path, checkpoint: Checkpoint, text: TextSet) -> Path:
+    """Return where calibrated scales are kept: a name over all that shapes them.
+
+    Checkpoint, token ids, ModelOpt's version and the source of ``calibrate``.
+    """
+    try:
+        version = metadata.version("nvidia-modelopt")
+    except metadata.PackageNotFoundError:
+        version = "absent"
+    source = Path(__file__).with_name("calibrate.py").read_bytes()
+    parts = (checkpoint.sha256, text.token_ids_sha256, version, hashlib.sha256(source).hexdigest())
+    return cache / "scales" / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()}.json"
 
 
 def write_scales(path: Path, scales: Scales) -> None:

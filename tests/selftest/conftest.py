@@ -21,7 +21,7 @@ import torch
 from gptneo_trt.backend import Backend, backend_named
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Cell, Checkpoint, Measurement, Scales, TextSet
-from gptneo_trt.scales import read_scales, write_scales
+from gptneo_trt.scales import read_scales, scales_path, write_scales
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import VARIANTS, Variant
 from tests.gate.conftest import baseline_key, stored  # noqa: F401
@@ -160,8 +160,7 @@ def scales(
     """Return the calibrated ranges; those of the gate where its cache has them."""
     text = texts["calibration"]
     modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
-    name = f"{checkpoint.sha256[:16]}-{text.sha256[:16]}.json"
-    path = pytestconfig.getoption("--gate-cache") / "scales" / name
+    path = scales_path(pytestconfig.getoption("--gate-cache"), checkpoint, text)
     found = read_scales(path, checkpoint, text, modules)
     if found is None:
         found = pipeline.calibrate(text, modules)

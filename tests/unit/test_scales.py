@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptneo_trt.data import Scales
 from gptneo_trt.errors import CalibrationError
-from gptneo_trt.scales import read_scales, write_scales
+from gptneo_trt.scales import read_scales, scales_path, write_scales
 
 MODULES = ("transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc")
 SAMPLE = Scales(
@@ -232,3 +232,12 @@ def test_a_reader_never_sees_half_a_file(path):
     while not done.is_set():
         assert read_scales(path, CHECKPOINT, TEXT, tuple(many)) in versions
     writer.join()
+
+
+def test_another_modelopt_is_another_file(tmp_path, monkeypatch):
+    """A cached calibration is found again by the same ModelOpt only."""
+    text = SimpleNamespace(token_ids_sha256="70c5")
+    before = scales_path(tmp_path, CHECKPOINT, text)
+    assert before == scales_path(tmp_path, CHECKPOINT, text)
+    monkeypatch.setattr("gptneo_trt.scales.metadata.version", lambda name: "0.99")
+    assert scales_path(tmp_path, CHECKPOINT, text) != before
