@@ -79,7 +79,11 @@ KEY = baselines.read(STORED, "fp16").key
 def text_set(name, *rest):
     key = KEY["texts"][name]
     return SimpleNamespace(
-        name=name, sha256=key["sha256"], tokens=key["tokens"], key=lambda: key
+        name=name,
+        sha256=key["sha256"],
+        tokens=key["tokens"],
+        token_ids_sha256=key["token_ids_sha256"],
+        key=lambda: key,
     )
 
 
