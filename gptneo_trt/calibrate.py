@@ -14,7 +14,6 @@ import torch
 
 from gptneo_trt.data import Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
-from gptneo_trt.scales import read_scales, write_scales  # noqa: F401
 
 METHOD = "max"
 E4M3 = (4, 3)

@@ -74,7 +74,6 @@ class Measurer:
 
     def __init__(self, setup: Setup, workers: int) -> None:
         """Start the workers, which begin to load; with 0 workers, load nothing yet."""
-        self._setup = setup
         self._rows: dict[str, Future[dict[str, Outcome]]] = {}
         self._pool: ProcessPoolExecutor | None = None
         if workers > 0:
