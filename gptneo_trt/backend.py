@@ -4,13 +4,15 @@
 knows which of the two it holds.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TextIO
 
-from gptneo_trt.errors import BuildError
+from gptneo_trt.errors import BuildError, RunError
 
 FLAVOURS = {
     "tensorrt_rtx": "pip install 'tensorrt-rtx==1.6.1.120'",
@@ -37,9 +39,10 @@ class Backend:
         """Return for example "tensorrt_rtx-1.6.1.120", a folder name under baselines/."""
         return f"{self.flavour}-{self.version}"
 
-    def supports_fp8(self) -> bool:
-        """Return whether the data type FP8 is declared."""
-        return hasattr(self.trt.DataType, "FP8")
+    @property
+    def builds_for_gpu_at_hand(self) -> bool:
+        """Return whether a plan is for the GPU that it was built on, and no other."""
+        return self.flavour == "tensorrt"
 
 
 def backend_named(flavour: str) -> Backend:
@@ -59,27 +62,50 @@ def backend_named(flavour: str) -> Backend:
     return Backend(flavour, trt.__version__, trt)
 
 
-def log_collector(trt: ModuleType) -> Any:
-    """Return an ``ILogger`` that keeps warnings and errors in its list ``lines``.
+class Log:
+    """Keep TensorRT's warnings and errors from now on.
 
-    With its ``echo`` set to a text stream, it writes each there too, at once: a process that is
-    about to crash leaves TensorRT's last words behind.
+    TensorRT keeps the first logger that a process gives it and ignores all others, so there is
+    one, which hands each line to every Log that is alive.
+
+    Attributes:
+        logger: the process's ``ILogger``, for ``Builder`` and ``Runtime``.
+        lines: "[ERROR] ..." and "[WARNING] ...", in order.
+        echo: a text stream that gets each line too, at once: a process that is about to crash
+            leaves TensorRT's last words behind.
     """
 
-    class LogCollector(trt.ILogger):  # type: ignore[name-defined, misc]
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+        self.lines: list[str] = []
+        self.echo: TextIO | None = None
+        logger.logs.add(self)
+
+    def add(self, line: str) -> None:
+        """Keep a line."""
+        self.lines.append(line)
+        if self.echo:
+            print(line, file=self.echo, flush=True)
+
+
+def log_collector(trt: ModuleType) -> Log:
+    """Return a Log of the process's only ``ILogger``."""
+    return Log(_logger(trt.ILogger))
+
+
+@cache
+def _logger(interface: Any) -> Any:
+    class Logger(interface):  # type: ignore[misc]
         def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.lines: list[str] = []
-            self.echo: TextIO | None = None
+            interface.__init__(self)
+            self.logs: weakref.WeakSet[Log] = weakref.WeakSet()
 
         def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.WARNING:
-                line = f"[{severity.name}] {message}"
-                self.lines.append(line)
-                if self.echo:
-                    print(line, file=self.echo, flush=True)
+            if severity <= interface.WARNING:
+                for log in list(self.logs):
+                    log.add(f"[{severity.name}] {message}")
 
-    return LogCollector()
+    return Logger()
 
 
 def create_network(backend: Backend, builder: Any) -> Any:
@@ -102,6 +128,8 @@ def create_config(backend: Backend, builder: Any, capabilities: Sequence[str]) -
             that it declares.
     """
     config = builder.create_builder_config()
+    # Without it the inspector names no types; the plan's size does not depend on it.
+    config.profiling_verbosity = backend.trt.ProfilingVerbosity.DETAILED
     if not capabilities:
         return config
     if backend.flavour != "tensorrt_rtx":
@@ -123,3 +151,47 @@ def create_config(backend: Backend, builder: Any, capabilities: Sequence[str]) -
                 f"of {', '.join(sorted(declared))}"
             )
     return config
+
+
+def add_attention(backend: Backend, network: Any, query: Any, key: Any, value: Any) -> Any:
+    """Add the fused attention layer without the causal flag; return ``IAttention`` or None.
+
+    TensorRT-RTX 1.4 has the older of the two methods only.
+    """
+    softmax = backend.trt.AttentionNormalizationOp.SOFTMAX
+    if hasattr(network, "add_attention_v2"):
+        none = backend.trt.CausalMaskKind.NONE
+        return network.add_attention_v2(query, key, value, softmax, none)
+    return network.add_attention(query, key, value, softmax, False)
+
+
+def create_context(
+    backend: Backend, engine: Any, kernels: bytes | None = None
+) -> tuple[Any, bytes | None]:
+    """Return an ``IExecutionContext`` whose kernels never change, and kernels to keep.
+
+    TensorRT-RTX compiles kernels when a context is created. By default it runs others until the
+    specialised ones are ready, which changes logits and times between calls: here it compiles
+    them all before it returns. TensorRT compiled its kernels when the plan was built.
+
+    Args:
+        backend: the flavour.
+        engine: ``ICudaEngine``.
+        kernels: what an earlier call for this plan on this GPU gave; seconds become milliseconds.
+
+    Returns:
+        The context, None when TensorRT refuses; and the kernels compiled now, None when
+        ``kernels`` held them or the flavour keeps none.
+    """
+    if backend.flavour != "tensorrt_rtx":
+        return engine.create_execution_context(), None
+    config = engine.create_runtime_config()
+    config.dynamic_shapes_kernel_specialization_strategy = (
+        backend.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    )
+    compiled = config.create_runtime_cache()
+    known = kernels is not None and compiled.deserialize(kernels)
+    if not config.set_runtime_cache(compiled):
+        raise RunError(f"{backend.target}: set_runtime_cache returned False")
+    context = engine.create_execution_context(config)
+    return context, None if known or context is None else bytes(compiled.serialize())

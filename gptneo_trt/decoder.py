@@ -4,7 +4,7 @@ An executor evaluates one network: the interpreter anywhere, an engine on a GPU.
 not know which it holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -12,38 +12,59 @@ import torch
 
 from gptneo_trt.data import Architecture, Decoded
 from gptneo_trt.errors import RunError
-from gptneo_trt.network import Network
+from gptneo_trt.variants import Variant
+
+Tensors = Mapping[str, torch.Tensor]
+PARTS = ("key", "value")
 
 
 class Executor(Protocol):
-    """Run one network.
+    """Run the network of one row and phase.
 
     Attributes:
-        network: what is run; its phase and context are read.
+        variant: the row.
+        phase: "prefill" or "decode".
+        context: cache rows in decode, largest T in prefill.
         texts_at_once: how many texts ``run`` takes, None for any number.
+        device: where inputs are taken from and outputs are put.
+        cache_type: in which K and V are taken and given.
     """
 
-    network: Network
+    variant: Variant
+    phase: str
+    context: int
     texts_at_once: int | None
+    device: torch.device
+    cache_type: torch.dtype
 
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Map inputs [N, *shape] by name to outputs [N, *shape] by name."""
+    def run(self, feeds: Tensors, into: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """Map inputs [N, *shape] by name to outputs [N, *shape] by name.
+
+        Token and position ids are int32. Outputs named in ``into`` are written there; the others
+        are valid until the next run.
+        """
+        ...
+
+    def repeat(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Return what does the same as a function of runs and tensor operations, launched at once.
+
+        The function is called once or more meanwhile, so its state has to be put back afterwards.
+        """
         ...
 
 
 def _checked(token_ids: np.ndarray, architecture: Architecture, executor: Executor) -> torch.Tensor:
-    """Return int64 [N, 1, T].
+    """Return int32 [N, 1, T].
 
     Raises:
         RunError: empty, longer than the context or the position table, or ids out of range.
     """
-    network = executor.network
     wrong = []
     if token_ids.ndim != 2 or 0 in token_ids.shape:
         wrong.append(f"token ids of shape {token_ids.shape}, expected [N, T] with N, T >= 1")
-    elif token_ids.shape[1] > network.context:
+    elif token_ids.shape[1] > executor.context:
         wrong.append(
-            f"{token_ids.shape[1]} tokens, the {network.phase} network takes {network.context}; "
+            f"{token_ids.shape[1]} tokens, the {executor.phase} network takes {executor.context}; "
             "shorten the text or build with a larger context"
         )
     if token_ids.size:
@@ -51,18 +72,23 @@ def _checked(token_ids: np.ndarray, architecture: Architecture, executor: Execut
         if low < 0 or high >= architecture.vocab_size:
             wrong.append(f"token ids {low} to {high}, expected 0 to {architecture.vocab_size - 1}")
     if wrong:
-        raise RunError(f"variant {network.variant.name}, {network.phase}: {'; '.join(wrong)}")
-    return torch.from_numpy(token_ids.astype(np.int64))[:, None]
+        raise RunError(f"variant {executor.variant.name}, {executor.phase}: {'; '.join(wrong)}")
+    return torch.from_numpy(token_ids.astype(np.int32))[:, None]
 
 
 def _expect_phase(executor: Executor, phase: str) -> None:
-    if executor.network.phase != phase:
-        raise RunError(f"executor of phase {executor.network.phase!r}, expected {phase!r}")
+    if executor.phase != phase:
+        raise RunError(f"executor of phase {executor.phase!r}, expected {phase!r}")
 
 
-def _stack(outputs: Mapping[str, torch.Tensor], part: str, num_layers: int) -> torch.Tensor:
-    """Return [N, L, H, T, D] of the new rows ``h.<i>.<part>``."""
-    return torch.stack([outputs[f"h.{i}.{part}"][:, 0] for i in range(num_layers)], dim=1)
+def _groups(tokens: torch.Tensor, executor: Executor) -> tuple[torch.Tensor, ...]:
+    """Split [N, 1, T] into as many texts at once as the executor takes."""
+    return torch.split(tokens, executor.texts_at_once or len(tokens))
+
+
+def _stack(outputs: Tensors, part: str, num_layers: int) -> torch.Tensor:
+    """Return float32 [N, L, H, T, D] of the new rows ``h.<i>.<part>``."""
+    return torch.stack([outputs[f"h.{i}.{part}"][:, 0] for i in range(num_layers)], 1).float()
 
 
 def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarray) -> Decoded:
@@ -77,16 +103,103 @@ def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarra
         RunError: the texts do not fit the network.
     """
     _expect_phase(executor, "prefill")
-    tokens = _checked(token_ids, architecture, executor)
-    positions = torch.arange(tokens.shape[-1])[None, None].expand_as(tokens)
-    logits, keys, values = [], [], []
-    for start in range(0, len(tokens), executor.texts_at_once or len(tokens)):
-        rows = slice(start, start + (executor.texts_at_once or len(tokens)))
-        outputs = executor.run({"token_ids": tokens[rows], "position_ids": positions[rows]})
-        logits.append(outputs["logits"][:, 0])
-        keys.append(_stack(outputs, "key", architecture.num_layers))
-        values.append(_stack(outputs, "value", architecture.num_layers))
-    return Decoded(*(torch.cat(part).cpu().numpy() for part in (logits, keys, values)))
+    tokens = _checked(token_ids, architecture, executor).to(executor.device)
+    parts = []
+    for group in _groups(tokens, executor):
+        positions = torch.arange(group.shape[-1], dtype=torch.int32, device=executor.device)
+        feeds = {"token_ids": group, "position_ids": positions.expand_as(group)}
+        outputs = executor.run(feeds)
+        rows = [_stack(outputs, part, architecture.num_layers) for part in PARTS]
+        parts.append([part.cpu() for part in (outputs["logits"][:, 0], *rows)])
+    return Decoded(*(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
+
+
+class DecodeLoop:
+    """Decode N texts in lockstep, everything of it on the executor's device.
+
+    A step reads the token, runs the network, writes the new K and V rows of all layers into the
+    cache, keeps the logits and moves on by one position: no transfer, no allocation, one launch
+    where the executor can.
+
+    Attributes:
+        cache: [L, 2, N, 1, H, context, D], K and V of each layer, in the executor's cache type.
+        logits: float32 [N, steps, V], before softmax; NaN where no step has been.
+    """
+
+    def __init__(
+        self, executor: Executor, architecture: Architecture, texts: int, steps: int
+    ) -> None:
+        """Make room for ``texts`` texts of ``steps`` tokens.
+
+        Raises:
+            RunError: not a decode network, more steps than its cache has rows, or steps that
+                cannot be launched at once.
+        """
+        _expect_phase(executor, "decode")
+        if not 1 <= steps <= executor.context:
+            raise RunError(
+                f"variant {executor.variant.name}, decode: {steps} steps, expected 1 to "
+                f"{executor.context}; build with a larger context"
+            )
+        heads, width, device = architecture.num_heads, architecture.head_width, executor.device
+        layers = architecture.num_layers
+
+        def new_cache(rows: int) -> torch.Tensor:
+            shape = (layers, 2, texts, 1, heads, rows, width)
+            return torch.zeros(shape, dtype=executor.cache_type, device=device)
+
+        self.cache, self._rows = new_cache(executor.context), new_cache(1)
+        shape = (texts, steps, architecture.vocab_size)
+        self.logits = torch.full(shape, torch.nan, device=device)
+        self._tokens = torch.zeros((texts, 1, steps), dtype=torch.int32, device=device)
+        self._token = torch.zeros((texts, 1, 1), dtype=torch.int32, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        # The low half of a 64-bit position is the 32-bit one: one counter to advance, not two.
+        position = self._position.view(torch.int32)[:1].expand(texts, 1, 1)
+        parts = [(i, j, f"h.{i}.{name}") for i in range(layers) for j, name in enumerate(PARTS)]
+        self._feeds = {"token_ids": self._token, "position_ids": position}
+        self._feeds |= {f"past.{name}": self.cache[i, j] for i, j, name in parts}
+        self._into = {name: self._rows[i, j] for i, j, name in parts}
+        self._executor, self._next, self._steps = executor, 0, steps
+        self._launch = executor.repeat(self._step)
+        self.start(torch.zeros_like(self._tokens))
+
+    def _step(self) -> None:
+        torch.index_select(self._tokens, 2, self._position, out=self._token)
+        outputs = self._executor.run(self._feeds, self._into)
+        self.cache.index_copy_(5, self._position, self._rows)
+        self.logits.index_copy_(1, self._position, outputs["logits"][:, 0])
+        self._position.add_(1)
+
+    def start(self, tokens: torch.Tensor) -> None:
+        """Forget everything, and take int32 [N, 1, steps] as the texts to decode."""
+        self._tokens.copy_(tokens)
+        self.cache.zero_()
+        self.logits.fill_(torch.nan)
+        self.seek(0)
+
+    def seek(self, position: int) -> None:
+        """Put the next step at a position; cache and logits stay."""
+        self._position.fill_(position)
+        self._next = position
+
+    def step(self) -> None:
+        """Decode one token of each text.
+
+        Raises:
+            RunError: all steps are done.
+        """
+        if self._next >= self._steps:
+            name = self._executor.variant.name
+            raise RunError(f"variant {name}, decode: all {self._steps} steps are done; start again")
+        self._next += 1
+        self._launch()
+
+    def decoded(self) -> Decoded:
+        """Return the logits, and the K and V rows, of all positions decoded so far."""
+        rows = self.cache[:, :, :, 0, :, : self._next].float()
+        kept = (self.logits[:, : self._next], *(rows[:, part].transpose(0, 1) for part in (0, 1)))
+        return Decoded(*(part.to("cpu", copy=True).numpy() for part in kept))
 
 
 def decode(executor: Executor, architecture: Architecture, token_ids: np.ndarray) -> Decoded:
@@ -102,37 +215,18 @@ def decode(executor: Executor, architecture: Architecture, token_ids: np.ndarray
     """
     _expect_phase(executor, "decode")
     tokens = _checked(token_ids, architecture, executor)
-    width = executor.texts_at_once or len(tokens)
-    parts = [
-        _decode_together(executor, architecture, tokens[start : start + width])
-        for start in range(0, len(tokens), width)
-    ]
+    parts: list[Decoded] = []
+    loop = None
+    for group in _groups(tokens, executor):
+        texts, _, steps = group.shape
+        if loop is None or loop.logits.shape[0] != texts:
+            loop = DecodeLoop(executor, architecture, texts, steps)
+        loop.start(group)
+        for _ in range(steps):
+            loop.step()
+        parts.append(loop.decoded())
     return Decoded(
         np.concatenate([part.logits for part in parts]),
         np.concatenate([part.keys for part in parts]),
         np.concatenate([part.values for part in parts]),
     )
-
-
-def _decode_together(
-    executor: Executor, architecture: Architecture, tokens: torch.Tensor
-) -> Decoded:
-    """Run int64 [N, 1, T] in lockstep; the caches start as zeros, so nothing can leak in."""
-    texts, steps = tokens.shape[0], tokens.shape[-1]
-    heads, width = architecture.num_heads, architecture.head_width
-    names = [f"h.{i}.{part}" for i in range(architecture.num_layers) for part in ("key", "value")]
-    shape = (texts, 1, heads, executor.network.context, width)
-    caches = {name: torch.zeros(shape) for name in names}
-    feeds = {f"past.{name}": cache for name, cache in caches.items()}
-    logits = np.empty((texts, steps, architecture.vocab_size), dtype=np.float32)
-    for step in range(steps):
-        feeds["token_ids"] = tokens[:, :, step : step + 1]
-        feeds["position_ids"] = torch.full((texts, 1, 1), step)
-        outputs = executor.run(feeds)
-        logits[:, step] = outputs["logits"][:, 0, 0].cpu().numpy()
-        for name, cache in caches.items():
-            cache[:, :, :, step] = outputs[name][:, :, :, 0]
-    rows = {name: cache[:, :, :, :steps] for name, cache in caches.items()}
-    keys = _stack(rows, "key", architecture.num_layers)
-    values = _stack(rows, "value", architecture.num_layers)
-    return Decoded(logits, keys.numpy(), values.numpy())

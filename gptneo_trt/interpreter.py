@@ -5,7 +5,7 @@ from. Every layer is computed in float32 and rounded to its declared type. Produ
 are summed in another order than on a GPU: for fp16 and fp32 rows that is all that differs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,10 +31,14 @@ class Interpreter:
 
     Attributes:
         network: what is evaluated.
+        variant, phase, context: the network's.
         texts_at_once: None, any number.
+        device: where values are computed.
+        cache_type: float32, which holds values of the declared type.
     """
 
     texts_at_once: int | None = None
+    cache_type = torch.float32
 
     def __init__(self, network: Network, device: str = "cpu") -> None:
         """Read the layers and evaluate what depends on constants alone, once.
@@ -43,6 +47,7 @@ class Interpreter:
             RunError: a layer, attribute or type that the interpreter does not know.
         """
         self.network = network
+        self.variant, self.phase, self.context = network.variant, network.phase, network.context
         self.device = torch.device(device)
         definition, trt = network.definition, network.backend.trt
         inputs = [definition.get_input(i) for i in range(definition.num_inputs)]
@@ -72,12 +77,15 @@ class Interpreter:
         return tuple(remaining)
 
     @torch.inference_mode()
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(
+        self, feeds: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Evaluate the network.
 
         Args:
             feeds: network input name -> tensor [N, *shape of the input], holding values of
                 the declared type (what an earlier run put out does).
+            into: output name -> tensor that gets this output.
 
         Returns:
             Network output name -> tensor [N, *shape of the output]; floating-point outputs are
@@ -95,7 +103,14 @@ class Interpreter:
             values[step.output] = step.round(value) if step.round else value
             for name in self._last_use.get(index, ()):
                 del values[name]
-        return {name: values[name] for name in self._output_names}
+        outputs = {name: values[name] for name in self._output_names}
+        for name, tensor in (into or {}).items():
+            outputs[name] = tensor.copy_(outputs[name])
+        return outputs
+
+    def repeat(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Return the function: here nothing is launched."""
+        return function
 
     def _check(self, feeds: Mapping[str, torch.Tensor]) -> None:
         wrong = [f"{name}: missing" for name in self._types if name not in feeds]
@@ -111,8 +126,8 @@ class Interpreter:
         if len(set(texts.values())) > 1:
             wrong.append(f"numbers of texts differ: {texts}")
         if wrong:
-            variant, phase = self.network.variant.name, self.network.phase
-            raise RunError(f"variant {variant}, {phase}: inputs: {'; '.join(sorted(wrong))}")
+            name, phase = self.variant.name, self.phase
+            raise RunError(f"variant {name}, {phase}: inputs: {'; '.join(sorted(wrong))}")
 
 
 def _read_step(layer: Any, trt: ModuleType) -> _Step:

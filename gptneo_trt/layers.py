@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gptneo_trt import backend as backends
 from gptneo_trt.backend import Backend
 from gptneo_trt.errors import BuildError
 
@@ -227,11 +228,7 @@ def add_attention(graph: Graph, name: str, tensors: tuple[Any, Any, Any], mask: 
     Returns:
         [B, H, T, D].
     """
-    trt = graph.backend.trt
-    query, key, value = tensors
-    attention = graph.network.add_attention_v2(
-        query, key, value, trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.NONE
-    )
+    attention = backends.add_attention(graph.backend, graph.network, *tensors)
     output = graph.named(attention, name)
     attention.mask = mask
     attention.decomposable = True

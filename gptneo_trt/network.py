@@ -108,7 +108,7 @@ def build_network(
             f"choose 1 to {architecture.max_positions}"
         )
     log = log_collector(backend.trt)
-    builder = backend.trt.Builder(log)
+    builder = backend.trt.Builder(log.logger)
     definition = create_network(backend, builder)
     graph = Graph(backend, definition, variant.compute_type)
     linears = _linear_weights(checkpoint, variant, scales)

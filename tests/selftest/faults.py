@@ -107,14 +107,16 @@ def _cache_written_by(change: Callable[[int, dict, dict], dict]) -> Seed:
     class Faulty(Interpreter):
         before: Mapping[str, Any] = {}
 
-        def run(self, feeds):
+        def run(self, feeds, into=None):
+            if self.phase == "prefill":
+                return super().run(feeds, into)
             outputs = super().run(feeds)
-            if self.network.phase == "decode":
-                step = int(feeds["position_ids"].flatten()[0])
-                changed = outputs | change(step, outputs, self.before)
-                self.before = outputs
-                return changed
-            return outputs
+            step = int(feeds["position_ids"].flatten()[0])
+            changed = outputs | change(step, outputs, self.before)
+            self.before = outputs
+            for name, tensor in (into or {}).items():
+                tensor.copy_(changed[name])
+            return changed
 
     return lambda patch: patch.setattr(measure, "Interpreter", Faulty)
 

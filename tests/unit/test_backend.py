@@ -21,21 +21,13 @@ from gptneo_trt.errors import BuildError
 def builder(backend):
     """Return a Builder, with its logger kept alive."""
     log = log_collector(backend.trt)
-    return SimpleNamespace(log=log, builder=backend.trt.Builder(log))
+    return SimpleNamespace(log=log, builder=backend.trt.Builder(log.logger))
 
 
 def test_target_names_flavour_and_version(backend):
     """The target is the import name and the module's own version."""
     assert backend.target == f"tensorrt_rtx-{backend.trt.__version__}"
     assert backend.version == backend.trt.__version__
-
-
-def test_supports_fp8_follows_the_module(backend):
-    """FP8 is supported when the module declares the type, and only then."""
-    assert backend.supports_fp8()
-    assert not Backend(
-        "tensorrt", "8.0", SimpleNamespace(DataType=SimpleNamespace())
-    ).supports_fp8()
 
 
 def test_unknown_flavour_lists_the_known_ones():
@@ -58,12 +50,25 @@ def test_log_collector_keeps_warnings_and_errors(backend):
     log = log_collector(backend.trt)
     severity = backend.trt.ILogger
     for level in ("ERROR", "INFO", "WARNING", "VERBOSE", "INTERNAL_ERROR"):
-        log.log(getattr(severity, level), level.lower())
+        log.logger.log(getattr(severity, level), level.lower())
     assert log.lines == [
         "[ERROR] error",
         "[WARNING] warning",
         "[INTERNAL_ERROR] internal_error",
     ]
+
+
+def test_every_log_of_a_process_hears_tensorrt(backend):
+    """TensorRT keeps the first logger of a process: a later Log gets its lines all the same."""
+    first, second = log_collector(backend.trt), log_collector(backend.trt)
+    builder = backend.trt.Builder(second.logger)
+    assert first.logger is second.logger
+    network = create_network(backend, builder)
+    tensor = network.add_input("x", backend.trt.DataType.FLOAT, (2, 2))
+    network.add_gather(tensor, tensor, 7)
+    assert builder.build_serialized_network(network, create_config(backend, builder, ())) is None
+    assert second.lines
+    assert first.lines == second.lines
 
 
 def test_log_collector_hears_tensorrt(backend, builder):
@@ -120,9 +125,9 @@ def test_tensorrt_takes_no_capabilities(backend, builder):
 def test_log_lines_are_echoed_as_they_come(backend):
     """With ``echo`` set, a warning is on the stream at once; informational lines never are."""
     collector = log_collector(backend.trt)
-    collector.log(backend.trt.ILogger.WARNING, "before")
+    collector.logger.log(backend.trt.ILogger.WARNING, "before")
     collector.echo = io.StringIO()
-    collector.log(backend.trt.ILogger.ERROR, "last words")
-    collector.log(backend.trt.ILogger.INFO, "chatter")
+    collector.logger.log(backend.trt.ILogger.ERROR, "last words")
+    collector.logger.log(backend.trt.ILogger.INFO, "chatter")
     assert collector.echo.getvalue() == "[ERROR] last words\n"
     assert collector.lines == ["[WARNING] before", "[ERROR] last words"]

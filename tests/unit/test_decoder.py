@@ -207,7 +207,7 @@ def step(executor, prefix, token, position, beyond=0.0):
         "token_ids": torch.tensor(token)[:, None, None],
         "position_ids": torch.full((len(token), 1, 1), position),
     }
-    context = executor.network.context
+    context = executor.context
     for part, rows in (("key", prefix.keys), ("value", prefix.values)):
         texts, layers, heads, length, width = rows.shape
         for layer in range(layers):
@@ -363,13 +363,15 @@ class Narrow:
     """Run an executor that takes so many texts at once, and count its calls."""
 
     def __init__(self, executor, texts_at_once):
-        self.executor, self.texts_at_once = executor, texts_at_once
-        self.network, self.calls = executor.network, []
+        self.executor, self.texts_at_once, self.calls = executor, texts_at_once, []
 
-    def run(self, feeds):
+    def __getattr__(self, name):
+        return getattr(self.executor, name)
+
+    def run(self, feeds, into=None):
         """Count and pass on."""
         self.calls.append(len(feeds["token_ids"]))
-        return self.executor.run(feeds)
+        return self.executor.run(feeds, into)
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -43,7 +43,7 @@ def hand_made(backend):
 
     def make(add):
         log = log_collector(trt)
-        builder = trt.Builder(log)
+        builder = trt.Builder(log.logger)
         definition = create_network(backend, builder)
         x = definition.add_input("x", trt.DataType.FLOAT, (2, 4))
         for tensor in add(definition, x):

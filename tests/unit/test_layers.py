@@ -27,7 +27,7 @@ def new_graph(backend):
 
     def start(compute_type="fp16"):
         log = log_collector(backend.trt)
-        kept.extend((log, backend.trt.Builder(log)))
+        kept.extend((log, backend.trt.Builder(log.logger)))
         graph = Graph(backend, create_network(backend, kept[-1]), compute_type)
         kept.append(graph)
         return graph

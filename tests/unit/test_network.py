@@ -164,8 +164,8 @@ class Refusing:
     def __getattr__(self, name):
         if name != self._method:
             return getattr(self._network, name)
-        self._log.log(self._log.ERROR, "first: Error Code 4")
-        self._log.log(self._log.ERROR, "then: invalid layer")
+        self._log.logger.log(self._log.logger.ERROR, "first: Error Code 4")
+        self._log.logger.log(self._log.logger.ERROR, "then: invalid layer")
         return lambda *arguments: None
 
 

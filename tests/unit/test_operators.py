@@ -110,7 +110,7 @@ def kit(backend):
     """Return an empty network, with typed inputs to build on."""
     trt = backend.trt
     log = log_collector(trt)
-    builder = trt.Builder(log)
+    builder = trt.Builder(log.logger)
     network = create_network(backend, builder)
     types = trt.DataType
     return SimpleNamespace(
