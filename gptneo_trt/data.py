@@ -166,6 +166,7 @@ class Plan:
         build_s: seconds that TensorRT took when it was built.
         cached: whether an earlier build was used.
         log: TensorRT's warnings of that build.
+        kernels: file of the kernels compiled for the GPU that runs it; None without a GPU.
     """
 
     path: Path
@@ -173,6 +174,7 @@ class Plan:
     build_s: float
     cached: bool
     log: tuple[str, ...]
+    kernels: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,31 @@ class PairedDifference:
     confidence: float
     texts: int
     positions: int
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Hold how one executor's time compares with the floor's, over paired rounds.
+
+    Attributes:
+        ratio: floor time / own time, median of the ratios of single rounds; above 1: own is faster.
+        lower: lower end of the two-sided interval of the ratio at ``confidence``.
+        upper: its upper end.
+        confidence: of the interval, both ends together.
+        latency_us: own time a replay, median over rounds.
+        floor_latency_us: the floor's, median over rounds.
+        rounds: number of ratios.
+        replays: in one stretch; a round has two stretches of each.
+    """
+
+    ratio: float
+    lower: float
+    upper: float
+    confidence: float
+    latency_us: float
+    floor_latency_us: float
+    rounds: int
+    replays: int
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 TensorRT runs in here so that a crash, a hang or a refusal costs one plan. The job names its
 inputs and where the plan goes; the plan appears only whole, beside a side-car that says what it
 is. TensorRT's log lines go to standard error as they come, so that the parent has them even
-when this process dies.
+when this process dies. Where a GPU will run the plan, its kernels are compiled here too, in
+parallel to other plans; whether it loads is for the process that runs it to say.
 """
 
 import hashlib
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from safetensors.numpy import load_file
 
 from gptneo_trt.backend import Backend, backend_named, create_config
 from gptneo_trt.data import Architecture, Checkpoint, Scales
-from gptneo_trt.errors import BuildError, GptNeoTrtError
+from gptneo_trt.errors import BuildError, GptNeoTrtError, RunError
 from gptneo_trt.network import Network, build_network
+from gptneo_trt.runtime import load
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import whole_file
 
@@ -60,6 +63,9 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     }
     with whole_file(Path(job["plan"])) as temporary:
         temporary.write_bytes(plan)
+    if job["kernels"]:
+        with suppress(RunError):
+            load(backend, Path(job["plan"]), Path(job["kernels"]))
     return record
 
 

@@ -1,8 +1,8 @@
 """Build plans in child processes and keep them: network inputs -> plan.
 
 A plan's cache key is over everything that shapes it: weights, ranges of the projections that the
-row quantizes, the row, phase, context, flavour, version, compute capabilities and the source of
-the modules that build networks.
+row quantizes, the row, phase, context, flavour, version, compute capabilities, the GPU where plans
+depend on it, and the source of the modules that build networks.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class PlanRequest:
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
         capabilities: compute capabilities, for example ("8.9", "12.0"); empty for the default.
+        gpu: name and driver of the GPU that will run the plan; "" when nothing will.
     """
 
     backend: Backend
@@ -54,6 +55,7 @@ class PlanRequest:
     phase: str
     context: int
     capabilities: tuple[str, ...] = ()
+    gpu: str = ""
 
     @property
     def title(self) -> str:
@@ -86,6 +88,7 @@ def _job(request: PlanRequest) -> dict[str, Any]:
         "flavour": request.backend.flavour,
         "version": request.backend.version,
         "capabilities": list(request.capabilities),
+        "gpu": request.gpu if request.backend.builds_for_gpu_at_hand else "",
         "architecture": asdict(checkpoint.architecture),
         "checkpoint_sha256": checkpoint.sha256,
         "variant": row,
@@ -114,12 +117,21 @@ def build_plan(request: PlanRequest, cache: Path, timeout_s: float = 300.0) -> P
     try:
         with FileLock(folder / f"{key}.lock", timeout=2 * timeout_s):
             found = _stored_plan(plan_path, cached=True)
-            return found or _build(request, cache, plan_path, timeout_s)
+            found = found or _build(request, cache, plan_path, timeout_s)
+            return replace(found, kernels=_kernels(plan_path, request))
     except Timeout as error:
         raise BuildError(
             f"{request.title}: another process has held {error.lock_file} for {2 * timeout_s} s; "
             "end it, or use another cache folder"
         ) from error
+
+
+def _kernels(plan_path: Path, request: PlanRequest) -> Path | None:
+    """Return where the kernels of a plan are kept for the request's GPU."""
+    if not request.gpu:
+        return None
+    gpu = hashlib.sha256(request.gpu.encode()).hexdigest()[:12]
+    return plan_path.with_suffix(f".{gpu}.kernels")
 
 
 def _stored_plan(plan_path: Path, cached: bool) -> Plan | None:
@@ -157,6 +169,7 @@ def _build(request: PlanRequest, cache: Path, plan_path: Path, timeout_s: float)
         "weights": str(_stored_weights(request.checkpoint, cache)),
         "plan": str(plan_path),
         "side_car": str(side_car),
+        "kernels": str(_kernels(plan_path, request) or ""),
     }
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         job_file = Path(folder) / "job.json"

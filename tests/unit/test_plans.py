@@ -287,6 +287,7 @@ def job(tmp_path, request_of):
         "weights": str(plans._stored_weights(request.checkpoint, tmp_path)),
         "plan": str(tmp_path / "x.plan"),
         "side_car": str(tmp_path / "x.json"),
+        "kernels": "",
     }
 
 
@@ -302,7 +303,8 @@ class Logging:
     def build_serialized_network(self, definition, config):
         """Log two errors and return what was given."""
         for line in ("element type (fp8_e4m3) differs", "no implementation"):
-            self._log.log(self._log.ERROR, line)
+            logger = self._log.logger
+            logger.log(logger.ERROR, line)
         return self._serialized
 
 

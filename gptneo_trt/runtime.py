@@ -1,0 +1,132 @@
+"""Load a plan on the GPU at hand: plan -> ``ICudaEngine`` and ``IExecutionContext``; and read back
+what the engine really computes in FP8.
+
+Kernels that TensorRT-RTX compiles while it loads are kept in a file beside the plan, one a GPU
+and driver. A file that TensorRT does not accept is compiled anew and replaced.
+"""
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptneo_trt.backend import Backend, Log, create_context, log_collector
+from gptneo_trt.errors import RunError
+from gptneo_trt.whole_file import whole_file
+
+MODULE = re.compile(r"transformer\.h\.\d+\.(?:attn\.attention|mlp)\.\w+_(?:proj|fc)")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Hold an engine and everything that must live as long as it.
+
+    Attributes:
+        runtime: the ``IRuntime``.
+        engine: the ``ICudaEngine``.
+        context: its ``IExecutionContext``, with all kernels compiled.
+        log: TensorRT's warnings and errors since loading began.
+        load_s: seconds from file to context.
+    """
+
+    runtime: Any
+    engine: Any
+    context: Any
+    log: Log
+    load_s: float
+
+
+def load(backend: Backend, plan: Path, kernels: Path | None = None) -> Loaded:
+    """Load a plan.
+
+    Args:
+        backend: the flavour.
+        plan: the serialized engine; its side-car names what built it.
+        kernels: file of compiled kernels, read if it is there and written if not; None keeps none.
+
+    Raises:
+        RunError: there is no such plan, or TensorRT refuses it; the message has the version that
+            built it, the version at hand and TensorRT's own lines.
+    """
+    started = time.perf_counter()
+    log = log_collector(backend.trt)
+    try:
+        content = plan.read_bytes()
+    except OSError as error:
+        raise RunError(f"plan {plan.name} cannot be read: {error}; build it again") from error
+    runtime = backend.trt.Runtime(log.logger)
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise RunError(_refused(backend, plan, "deserialize_cuda_engine", log))
+    known = kernels.read_bytes() if kernels and kernels.exists() else None
+    context, compiled = create_context(backend, engine, known)
+    if context is None:
+        raise RunError(_refused(backend, plan, "create_execution_context", log))
+    if kernels and compiled:
+        with whole_file(kernels) as temporary:
+            temporary.write_bytes(compiled)
+    return Loaded(runtime, engine, context, log, time.perf_counter() - started)
+
+
+def _refused(backend: Backend, plan: Path, call: str, log: Log) -> str:
+    """Return what to say of a plan that TensorRT does not load."""
+    lines = "".join(f"\n  TensorRT: {line}" for line in log.lines)
+    return (
+        f"plan {plan.name}, built by {_builder(plan)}: {call} of {backend.target} returned None; "
+        f"build it again with the TensorRT and for the GPU that run it{lines}"
+    )
+
+
+def _builder(plan: Path) -> str:
+    """Return the flavour and version that a plan's side-car names."""
+    try:
+        record = json.loads(plan.with_suffix(".json").read_text(encoding="utf-8"))
+        return f"{record['flavour']}-{record['version']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unknown TensorRT (no readable side-car)"
+
+
+def fp8_modules(backend: Backend, loaded: Loaded) -> tuple[str, ...]:
+    """Return the projections that an engine multiplies in FP8, sorted, from its inspector.
+
+    A layer counts when it reads both an FP8 tensor and an FP8 constant. TensorRT names a product
+    after the network's layer, and a fused one after all of them: ``q_proj+k_proj``.
+
+    Raises:
+        RunError: a layer multiplies in FP8 and names no projection, or the engine tells nothing.
+    """
+    inspector = loaded.engine.create_engine_inspector()
+    information = inspector.get_engine_information(backend.trt.LayerInformationFormat.JSON)
+    return fp8_modules_of(json.loads(information))
+
+
+def fp8_modules_of(information: dict[str, Any]) -> tuple[str, ...]:
+    """Return the projections that an inspector's JSON shows in FP8, sorted; see ``fp8_modules``."""
+    layers = information.get("Layers", [])
+    if not layers or not all(isinstance(layer, dict) for layer in layers):
+        raise RunError(
+            f"engine inspector: obtained {len(layers)} layers without types, expected layers with "
+            "their tensors; build with detailed profiling verbosity"
+        )
+    found: set[str] = set()
+    unnamed = []
+    for layer in layers:
+        if not (_any_fp8(layer.get("Inputs", [])) and _any_fp8(layer.get("Constants", []))):
+            continue
+        named = set(MODULE.findall(layer["Name"])) or {
+            name for each in layer["Constants"] for name in MODULE.findall(each["Name"])
+        }
+        found |= named
+        if not named:
+            unnamed.append(layer["Name"])
+    if unnamed:
+        raise RunError(f"engine inspector: FP8 layers that name no projection: {sorted(unnamed)}")
+    return tuple(sorted(found))
+
+
+def _any_fp8(tensors: list[dict[str, Any]]) -> bool:
+    """Return whether one of a layer's tensors is FP8; TensorRT versions differ in the key."""
+    types = (each.get("Datatype") or each.get("Format/Datatype") or "" for each in tensors)
+    return any("FP8" in str(each).upper() for each in types)
