@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,15 +18,26 @@ from gptneo_trt import checkpoint as checkpoints
 from gptneo_trt import provenance as provenances
 from gptneo_trt.backend import FLAVOURS, Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
+from gptneo_trt.errors import RunError
 from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest, build_plan
 from gptneo_trt.scales import constant_scales, read_scales, scales_path, write_scales
+from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
+from tests.gate.cells import folder_of
 from tests.gate.measurer import CONTEXT, Measurer, Setup
-from tests.gate.selection import selected_names
+from tests.gate.selection import gpu_of, selected_names, target_of
+
+if TYPE_CHECKING:
+    from tests.gate.engines import EnginePipeline
 
 ROOT = Path(__file__).parent
+
+
+def _default_workers() -> int:
+    cores = os.cpu_count() or 1
+    return min(cores, max(4, min(8, cores // 2)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,13 +45,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "GPT-Neo TensorRT gate")
     group.addoption(
         "--model",
-        default="bundled",
         help='"bundled", a folder, a hub id "owner/name@commit", or "random:gpt-neo-125m" '
-        "(build and plan size only)",
+        "(build, plan size and speed only); default: the target's",
     )
-    group.addoption("--variants", default="", help="rows to run, comma separated; all by default")
     group.addoption(
-        "--tensorrt", default="tensorrt_rtx", choices=sorted(FLAVOURS), help="flavour that builds"
+        "--variants", default="", help="rows to run, comma separated; default: the model's"
+    )
+    group.addoption(
+        "--tensorrt",
+        choices=sorted(FLAVOURS),
+        help="flavour that builds and runs; default: the target's",
     )
     group.addoption(
         "--gate-report",
@@ -59,8 +74,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--workers",
         type=int,
-        default=min(os.cpu_count() or 1, 4),
-        help="processes that run networks; 0: in this process (default: one a core, at most 4)",
+        default=_default_workers(),
+        help="processes that interpret networks; 0: in this process (default: one a core, at "
+        "most 4, and 8 on a large machine)",
     )
     group.addoption(
         "--update-baselines",
@@ -70,7 +86,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse unknown rows before anything is collected."""
+    """Take what is not said from the target, and refuse what cannot be run."""
+    try:
+        target = target_of(config)
+    except RunError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.option.model = config.getoption("--model") or target.model
+    config.option.tensorrt = config.getoption("--tensorrt") or target.flavour
     unknown = sorted(set(selected_names(config)) - set(VARIANTS))
     if unknown:
         raise pytest.UsageError(
@@ -90,6 +112,18 @@ def variants(pytestconfig: pytest.Config) -> list[Variant]:
 
 
 @pytest.fixture(scope="session")
+def target(pytestconfig: pytest.Config) -> Target:
+    """Return what ``-m`` asks for."""
+    return target_of(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def gpu(pytestconfig: pytest.Config, target: Target) -> Gpu | None:
+    """Return the GPU that runs engines; None on the target cpu."""
+    return gpu_of(pytestconfig) if target.needs_gpu else None
+
+
+@pytest.fixture(scope="session")
 def backend(pytestconfig: pytest.Config) -> Backend:
     """Return the TensorRT flavour that builds."""
     return backend_named(pytestconfig.getoption("--tensorrt"))
@@ -102,13 +136,17 @@ def checkpoint(pytestconfig: pytest.Config) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def run_provenance(pytestconfig: pytest.Config, backend: Backend) -> Provenance:
+def run_provenance(
+    pytestconfig: pytest.Config, target: Target, backend: Backend, gpu: Gpu | None
+) -> Provenance:
     """Return where this run's figures come from."""
     # The options that shape figures; the others name folders of this machine.
     options = [f"--model={_model_name(pytestconfig)}", f"--tensorrt={backend.flavour}"]
     if pytestconfig.getoption("--variants"):
         options.append(f"--variants={pytestconfig.getoption('--variants')}")
-    return provenances.provenance(f"cpu/{backend.target}", ["pytest", "-m", "cpu", *options])
+    return provenances.provenance(
+        f"{target.name}/{backend.target}", ["pytest", "-m", target.name, *options], gpu
+    )
 
 
 def _model_name(config: pytest.Config) -> str:
@@ -117,12 +155,9 @@ def _model_name(config: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def baseline_folder(checkpoint: Checkpoint, backend: Backend) -> Path:
-    """Return ``baselines/cpu/<flavour>-<version>/<model>``."""
-    name = checkpoint.name.replace(":", "-").replace("/", "--")
-    if Path(checkpoint.name).is_dir():
-        name = f"local-{checkpoint.sha256[:12]}"
-    return ROOT / "baselines" / "cpu" / backend.target / name
+def baseline_folder(target: Target, checkpoint: Checkpoint, backend: Backend) -> Path:
+    """Return ``baselines/<target>/<flavour>-<version>/<model>``."""
+    return folder_of(target, backend.target, checkpoint)
 
 
 @pytest.fixture(scope="session")
@@ -138,11 +173,16 @@ def texts(checkpoint: Checkpoint) -> dict[str, TextSet]:
 
 
 @pytest.fixture(scope="session")
-def measurer(pytestconfig: pytest.Config, checkpoint: Checkpoint) -> Iterator[Measurer]:
-    """Return what runs networks, in worker processes that start to load at once."""
+def setup(pytestconfig: pytest.Config, target: Target, checkpoint: Checkpoint) -> Setup:
+    """Return what a process that measures has to load."""
     model, flavour = (pytestconfig.getoption(name) for name in ("--model", "--tensorrt"))
     cache = pytestconfig.getoption("--gate-cache")
-    setup = Setup(model, flavour, text_source_of(checkpoint), cache)
+    return Setup(model, flavour, text_source_of(checkpoint), cache, target.needs_gpu)
+
+
+@pytest.fixture(scope="session")
+def measurer(pytestconfig: pytest.Config, setup: Setup) -> Iterator[Measurer]:
+    """Return what interprets networks, in worker processes that start to load at once."""
     with Measurer(setup, pytestconfig.getoption("--workers")) as measuring:
         yield measuring
 
@@ -175,26 +215,34 @@ def scales(
 
 
 @pytest.fixture(scope="session")
+def plan_request(
+    backend: Backend, checkpoint: Checkpoint, scales: Scales | None, gpu: Gpu | None
+) -> Callable[[Variant, str], PlanRequest]:
+    """Return a function (variant, phase) -> PlanRequest."""
+
+    def request(variant: Variant, phase: str) -> PlanRequest:
+        used = scales if variant.quantized else None
+        runs_on = f"{gpu.name}, driver {gpu.driver}" if gpu else ""
+        return PlanRequest(backend, checkpoint, variant, used, phase, CONTEXT, gpu=runs_on)
+
+    return request
+
+
+@pytest.fixture(scope="session")
 def plan(
     pytestconfig: pytest.Config,
-    backend: Backend,
-    checkpoint: Checkpoint,
-    scales: Scales | None,
+    target: Target,
+    plan_request: Callable[[Variant, str], PlanRequest],
     variants: list[Variant],
 ) -> Iterator[Callable[[Variant, str], Plan]]:
     """Return a function (variant, phase) -> Plan; all selected plans are built ahead of it."""
     cache = pytestconfig.getoption("--gate-cache")
-
-    def build(variant: Variant, phase: str) -> Plan:
-        request = PlanRequest(
-            backend, checkpoint, variant, scales if variant.quantized else None, phase, CONTEXT
-        )
-        return build_plan(request, cache)
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    rows = rows_with_floor(variants) if target.needs_gpu else variants
+    builders = max(1, min(5, (os.cpu_count() or 1) // 3))
+    with ThreadPoolExecutor(max_workers=builders) as pool:
         ahead = {
-            (row.name, phase): pool.submit(build, row, phase)
-            for row in variants
+            (row.name, phase): pool.submit(build_plan, plan_request(row, phase), cache)
+            for row in rows
             for phase in PHASES
         }
         yield lambda variant, phase: ahead[variant.name, phase].result()
@@ -202,27 +250,58 @@ def plan(
 
 
 @pytest.fixture(scope="session")
+def interpreted(
+    variants: list[Variant], scales: Scales | None, measurer: Measurer
+) -> Callable[[Variant, str], Measurement]:
+    """Return a function (variant, phase) -> Measurement of the interpreter, which runs ahead."""
+    for row in rows_with_floor(variants):
+        measurer.submit(row, scales)
+    return measurer.result
+
+
+@pytest.fixture(scope="session")
+def engines(
+    setup: Setup,
+    plan: Callable[[Variant, str], Plan],
+    plan_request: Callable[[Variant, str], PlanRequest],
+) -> "EnginePipeline":
+    """Return what runs networks through engines, on the GPU."""
+    # Only here: without a GPU this process does not wait for torch.
+    from gptneo_trt.engine import Engine
+    from tests.gate.engines import EnginePipeline
+
+    return EnginePipeline(
+        setup, lambda variant, phase: Engine(plan_request(variant, phase), plan(variant, phase))
+    )
+
+
+@pytest.fixture(scope="session")
 def measurement(
     pytestconfig: pytest.Config,
+    target: Target,
     variants: list[Variant],
-    scales: Scales | None,
-    measurer: Measurer,
+    request: pytest.FixtureRequest,
 ) -> Callable[[Variant, str], Measurement]:
-    """Return a function (variant, phase) -> Measurement; the selected rows run ahead of it."""
-    floor = VARIANTS[FLOOR]
-    rows = [floor, *(row for row in variants if row != floor)]
-    for row in rows:
-        measurer.submit(row, scales)
-    shown: set[str] = set()
+    """Return a function (variant, phase) -> Measurement, of engines where the target has a GPU."""
+    measure = request.getfixturevalue("interpreted")
+    if target.needs_gpu:
+        measure = request.getfixturevalue("engines").measurement
+    rows, shown = rows_with_floor(variants), set()
 
     def measured(variant: Variant, phase: str) -> Measurement:
-        found = measurer.result(variant, phase)
+        found = measure(variant, phase)
         if variant.name not in shown:
             shown.add(variant.name)
             progress(pytestconfig, f"[{len(shown)}/{len(rows)}] {_summary(variant, found)}")
         return found
 
     return measured
+
+
+def rows_with_floor(variants: list[Variant]) -> list[Variant]:
+    """Return the rows with fp16 in front, which others are held against."""
+    floor = VARIANTS[FLOOR]
+    return [floor, *(row for row in variants if row != floor)]
 
 
 def _summary(variant: Variant, measurement: Measurement) -> str:

@@ -4,6 +4,9 @@ Beside each JSON lies ``<variant>.tokens.npz`` with the values a token, float32,
 JSON holds. Both have the same bytes whenever their content is the same. Names of values and
 tokens are flat: ``prefill/prose/bf16/kl_mean_nats``, ``prefill/plan_mib``,
 ``prefill/prose/bf16/kl_nats``.
+
+A baseline that was not measured here but published elsewhere has the member ``rounding``, no
+values a token, and a key of what the publication states and nothing else.
 """
 
 import hashlib
@@ -13,7 +16,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,12 @@ SCHEMA = 1
 MEMBERS = {"schema": int, "key": dict, "provenance": dict, "values": dict, "tokens_sha256": str}
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 RENEW = "write it again with --update-baselines"
+MEASURED_STAYS = "obtained a published one where one is measured; keep that and drop this"
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """Hold what was measured for one variant on one target, and from what.
+    """Hold what was measured for one variant on one target, or published, and from what.
 
     Attributes:
         key: what must be equal before anything is compared (checkpoint, texts, flavour,
@@ -39,12 +43,20 @@ class Baseline:
         provenance: where the figures come from; JSON types; never compared.
         values: flat name with its unit -> finite value; at least one.
         tokens: flat name with its unit -> float32 [M], finite; may be empty.
+        rounding: of a published one: name of each value -> half a unit of its last published
+            digit, finite and positive, in the value's unit; empty for a measured one.
     """
 
     key: Mapping
     provenance: Mapping
     values: Mapping[str, float]
     tokens: Mapping[str, np.ndarray]
+    rounding: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_published(self) -> bool:
+        """Return whether it was published elsewhere and not measured here."""
+        return bool(self.rounding)
 
 
 def names(folder: Path) -> set[str]:
@@ -62,7 +74,8 @@ def read(folder: Path, variant: str) -> Baseline:
     Raises:
         BaselineError: there is none; JSON that is cut, has a duplicate key, NaN or Infinity,
             another schema or other members; token values that are missing, of another JSON,
-            or not finite float32 [M].
+            or not finite float32 [M]; a published one whose rounding is not one of each value,
+            or that has token values.
     """
     path = folder / f"{variant}.json"
     if not path.is_file():
@@ -72,37 +85,42 @@ def read(folder: Path, variant: str) -> Baseline:
     document = _parsed(path)
     _raise_all(f"{path}", _document_mismatches(document))
     tokens = _read_tokens(folder / f"{variant}.tokens.npz", document["tokens_sha256"])
-    values = {name: float(value) for name, value in document["values"].items()}
-    return Baseline(document["key"], document["provenance"], values, tokens)
+    if "rounding" in document:
+        wrong = _rounding_mismatches(document["values"], document["rounding"], tokens)
+        _raise_all(f"{path}", wrong)
+    values, rounding = _floats(document["values"]), _floats(document.get("rounding", {}))
+    return Baseline(document["key"], document["provenance"], values, tokens, rounding)
 
 
 def write(folder: Path, variant: str, baseline: Baseline) -> None:
     """Store a baseline whole or not at all, and touch no other file.
 
     Each file appears by a rename, the token values first, so a killed process leaves either the
-    old pair, the new pair, or a JSON whose hash refuses the newer token values.
+    old pair, the new pair, or a JSON whose hash refuses the newer token values. A measured one
+    replaces a published one, never the other way round.
 
     Raises:
         BaselineError: a variant name that is no file name; no value; a value or token that is
-            not finite in float32; an empty key; a key or provenance that JSON cannot hold.
+            not finite in float32; an empty key; a key or provenance that JSON cannot hold; a
+            published one whose rounding is not one of each value, that has token values, or in
+            whose place a measured one is stored.
     """
+    what = f"baseline of {_label(folder, variant)} not written"
     wrong = _content_mismatches(baseline.key, baseline.values, baseline.tokens)
+    if baseline.is_published:
+        wrong += _rounding_mismatches(baseline.values, baseline.rounding, baseline.tokens)
     if not VARIANT_NAME.fullmatch(variant):
         wrong.append(f"variant: obtained {variant!r}, expected {VARIANT_NAME.pattern}")
-    _raise_all(f"baseline of {_label(folder, variant)} not written", wrong, "measure again")
+    _raise_all(what, wrong, "copy its figures again" if baseline.is_published else "measure again")
+    replaces = baseline.is_published and variant in names(folder)
+    if replaces and not read(folder, variant).is_published:
+        raise BaselineError(f"{what}: {MEASURED_STAYS}")
     tokens = _npz_bytes(baseline.tokens)
-    document = {
-        "schema": SCHEMA,
-        "key": baseline.key,
-        "provenance": baseline.provenance,
-        "values": {name: float(value) for name, value in baseline.values.items()},
-        "tokens_sha256": hashlib.sha256(tokens).hexdigest(),
-    }
     try:
-        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+        text = _json_text(baseline, hashlib.sha256(tokens).hexdigest())
     except (TypeError, ValueError) as error:
         raise BaselineError(
-            f"baseline of {_label(folder, variant)} not written: key or provenance: {error}; "
+            f"{what}: key or provenance: {error}; "
             "use strings, finite numbers, lists and mappings only"
         ) from error
     contents = {f"{variant}.tokens.npz": tokens, f"{variant}.json": text.encode()}
@@ -111,12 +129,15 @@ def write(folder: Path, variant: str, baseline: Baseline) -> None:
             temporary.write_bytes(content)
 
 
-def key_differences(stored: Mapping, current: Mapping) -> list[str]:
-    """Return what keeps two keys from being comparable, a sorted line each, with both sides."""
+def key_differences(stored: Mapping, current: Mapping, *, published: bool = False) -> list[str]:
+    """Return what keeps two keys from being comparable, a sorted line each, with both sides.
+
+    A published baseline is asked only what its key has: the publication states no more.
+    """
     old, new = _flat(stored), _flat(current)
     return [
         f"{name}: stored {old.get(name, 'nothing')}, current {new.get(name, 'nothing')}"
-        for name in sorted(old.keys() | new.keys())
+        for name in sorted(old if published else old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
 
@@ -141,7 +162,7 @@ def unmatched_names(stored: Collection[str], measured: Collection[str]) -> list[
 
 
 def differences(old: Baseline, new: Baseline) -> list[str]:
-    """Return what an update changes, old -> new, a sorted line each: key, tokens, values."""
+    """Return what an update changes, old -> new, a sorted line each: each part but provenance."""
     old_lines, new_lines = _printed(old), _printed(new)
     lines = []
     for name in sorted(old_lines.keys() | new_lines.keys()):
@@ -182,18 +203,38 @@ def _parsed(path: Path) -> Any:
         raise BaselineError(f"{path}: {error}; {RENEW}") from error
 
 
+def _json_text(baseline: Baseline, tokens_sha256: str) -> str:
+    """Return the JSON of a baseline; a published one alone has the member "rounding"."""
+    document = {
+        "schema": SCHEMA,
+        "key": baseline.key,
+        "provenance": baseline.provenance,
+        "values": _floats(baseline.values),
+        "tokens_sha256": tokens_sha256,
+    }
+    if baseline.is_published:
+        document["rounding"] = _floats(baseline.rounding)
+    return json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _floats(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the same figures as float, which JSON holds exactly."""
+    return {name: float(figure) for name, figure in figures.items()}
+
+
 def _document_mismatches(document: object) -> list[str]:
     """Return what keeps parsed JSON from being a baseline of this schema."""
     if not isinstance(document, dict):
         return [f"obtained {type(document).__name__}, expected an object"]
     if document.get("schema") != SCHEMA:
         return [f"schema: obtained {document.get('schema')!r}, expected {SCHEMA}"]
+    members = MEMBERS | ({"rounding": dict} if "rounding" in document else {})
     wrong = [
         f"{name}: obtained {type(document.get(name)).__name__}, expected {kind.__name__}"
-        for name, kind in MEMBERS.items()
+        for name, kind in members.items()
         if type(document.get(name)) is not kind
     ]
-    unknown = sorted(document.keys() - MEMBERS.keys())
+    unknown = sorted(document.keys() - members.keys())
     if unknown:
         wrong.append(f"members: obtained unknown {unknown}, expected {sorted(MEMBERS)}")
     return wrong or _content_mismatches(document["key"], document["values"], {})
@@ -212,6 +253,22 @@ def _content_mismatches(key: Mapping, values: Mapping, tokens: Mapping) -> list[
         if not content
     ]
     return wrong + _token_mismatches(tokens)
+
+
+def _rounding_mismatches(values: Mapping, rounding: Mapping, tokens: Mapping) -> list[str]:
+    """Return what a published baseline lacks: a rounding of each value, and no token values."""
+    wrong = [
+        f"rounding/{name}: obtained {rounding.get(name)!r}, expected a finite number above 0"
+        for name in values
+        if not (_is_finite_number(rounding.get(name)) and float(rounding[name]) > 0)
+    ]
+    wrong += [
+        f"rounding/{name}: obtained one without a value, expected one of each value"
+        for name in rounding.keys() - values.keys()
+    ]
+    if tokens:
+        wrong.append(f"tokens: obtained {sorted(tokens)}, expected none of a published one")
+    return wrong
 
 
 def _token_mismatches(tokens: Mapping) -> list[str]:
@@ -289,7 +346,9 @@ def _flat(nested: Mapping, prefix: str = "") -> dict[str, str]:
 def _printed(baseline: Baseline) -> dict[str, str]:
     """Return every part of a baseline that an update can change, as text."""
     printed = {f"key/{name}": text for name, text in _flat(baseline.key).items()}
-    printed |= {f"values/{name}": repr(float(each)) for name, each in baseline.values.items()}
+    printed |= {f"values/{name}": repr(each) for name, each in _floats(baseline.values).items()}
+    rounded = _floats(baseline.rounding)
+    printed |= {f"rounding/{name}": f"+-{each!r}" for name, each in rounded.items()}
     for name, array in baseline.tokens.items():
         content = np.ascontiguousarray(array, dtype=np.float32)
         digest = hashlib.sha256(content.tobytes()).hexdigest()[:12]

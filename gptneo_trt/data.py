@@ -315,11 +315,14 @@ class Measurement:
         metrics: "prose/bf16", "prose/float32", "next_token/bf16" ... -> Metrics: text set and
             type of the reference. Empty when something was not finite.
         agreement: of decode with prefill on the same tokens; None in prefill.
+        logits: float32 [N, T, V] of the prose, kept for rows that are compared with another
+            executor token by token; None otherwise.
     """
 
     non_finite: str | None
     metrics: Mapping[str, Metrics]
     agreement: Metrics | None = None
+    logits: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,10 @@ class Executor(Protocol):
         ...
 
 
-def _checked(token_ids: np.ndarray, architecture: Architecture, executor: Executor) -> torch.Tensor:
-    """Return int32 [N, 1, T].
+def checked_tokens(
+    token_ids: np.ndarray, architecture: Architecture, executor: Executor
+) -> torch.Tensor:
+    """Return int32 [N, 1, T], on the host, of token ids int [N, T].
 
     Raises:
         RunError: empty, longer than the context or the position table, or ids out of range.
@@ -103,7 +105,7 @@ def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarra
         RunError: the texts do not fit the network.
     """
     _expect_phase(executor, "prefill")
-    tokens = _checked(token_ids, architecture, executor).to(executor.device)
+    tokens = checked_tokens(token_ids, architecture, executor).to(executor.device)
     parts = []
     for group in _groups(tokens, executor):
         positions = torch.arange(group.shape[-1], dtype=torch.int32, device=executor.device)
@@ -124,6 +126,7 @@ class DecodeLoop:
     Attributes:
         cache: [L, 2, N, 1, H, context, D], K and V of each layer, in the executor's cache type.
         logits: float32 [N, steps, V], before softmax; NaN where no step has been.
+        feeds: the network's inputs at the position of the next step.
     """
 
     def __init__(
@@ -157,23 +160,24 @@ class DecodeLoop:
         # The low half of a 64-bit position is the 32-bit one: one counter to advance, not two.
         position = self._position.view(torch.int32)[:1].expand(texts, 1, 1)
         parts = [(i, j, f"h.{i}.{name}") for i in range(layers) for j, name in enumerate(PARTS)]
-        self._feeds = {"token_ids": self._token, "position_ids": position}
-        self._feeds |= {f"past.{name}": self.cache[i, j] for i, j, name in parts}
+        self.feeds = {"token_ids": self._token, "position_ids": position}
+        self.feeds |= {f"past.{name}": self.cache[i, j] for i, j, name in parts}
         self._into = {name: self._rows[i, j] for i, j, name in parts}
-        self._executor, self._next, self._steps = executor, 0, steps
+        self._executor, self._next, self._last = executor, 0, steps
         self._launch = executor.repeat(self._step)
         self.start(torch.zeros_like(self._tokens))
 
     def _step(self) -> None:
         torch.index_select(self._tokens, 2, self._position, out=self._token)
-        outputs = self._executor.run(self._feeds, self._into)
+        outputs = self._executor.run(self.feeds, self._into)
         self.cache.index_copy_(5, self._position, self._rows)
         self.logits.index_copy_(1, self._position, outputs["logits"][:, 0])
         self._position.add_(1)
 
     def start(self, tokens: torch.Tensor) -> None:
-        """Forget everything, and take int32 [N, 1, steps] as the texts to decode."""
-        self._tokens.copy_(tokens)
+        """Forget everything, and take int32 [N, 1, T] as the texts to decode, T up to steps."""
+        self._last = tokens.shape[-1]
+        self._tokens[..., : self._last].copy_(tokens)
         self.cache.zero_()
         self.logits.fill_(torch.nan)
         self.seek(0)
@@ -189,9 +193,9 @@ class DecodeLoop:
         Raises:
             RunError: all steps are done.
         """
-        if self._next >= self._steps:
+        if self._next >= self._last:
             name = self._executor.variant.name
-            raise RunError(f"variant {name}, decode: all {self._steps} steps are done; start again")
+            raise RunError(f"variant {name}, decode: all {self._last} steps are done; start again")
         self._next += 1
         self._launch()
 
@@ -214,7 +218,7 @@ def decode(executor: Executor, architecture: Architecture, token_ids: np.ndarray
         RunError: the texts do not fit the network.
     """
     _expect_phase(executor, "decode")
-    tokens = _checked(token_ids, architecture, executor)
+    tokens = checked_tokens(token_ids, architecture, executor)
     parts: list[Decoded] = []
     loop = None
     for group in _groups(tokens, executor):

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gptneo_trt.data import Provenance
+from gptneo_trt.targets import Gpu
 
 PACKAGES = (
     "datasets",
@@ -25,20 +26,22 @@ PACKAGES = (
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def provenance(target: str, command: Sequence[str]) -> Provenance:
+def provenance(target: str, command: Sequence[str], gpu: Gpu | None = None) -> Provenance:
     """Return the provenance of figures measured now, by this process.
 
     Args:
         target: for example "cpu/tensorrt_rtx-1.6.1.120".
         command: as typed, without the folder of the program.
+        gpu: that ran the engines; None where none did.
     """
+    processor = f"{_processor()}, {os.cpu_count()} cores, {sys.platform}"
     return Provenance(
         target=target,
         commit=_commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=" ".join(command),
         versions={"python": platform.python_version()} | _versions(),
-        machine=f"{_processor()}, {os.cpu_count()} cores, {sys.platform}",
+        machine=f"{gpu.title}, driver {gpu.driver}; {processor}" if gpu else processor,
     )
 
 

@@ -5,59 +5,35 @@ its Cell to the fixture ``judge``, which records it and fails the test unless it
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gptneo_trt import baselines, report
+from gptneo_trt import report
 from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, TextSet
 from gptneo_trt.errors import BaselineError, GptNeoTrtError
+from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
-from tests.gate import limits
-from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS
-from tests.gate.run import BASELINE_PREFIX, GateRun
-from tests.gate.selection import selected_names
+from tests.gate import cells, hardware, limits
+from tests.gate.run import BASELINE_PREFIX, GateRun, baseline_key, stored_baseline
+from tests.gate.selection import target_of
+
+if TYPE_CHECKING:
+    from tests.gate.speed import Stopwatch
 
 RUN = pytest.StashKey[GateRun]()
-
-
-class OutsideShipLimitsError(AssertionError):
-    """A row misses the ship limits."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that is marked ``cells`` for every selected row, phase and metric."""
     marker = metafunc.definition.get_closest_marker("cells")
-    if marker is None:
-        return
-    model = metafunc.config.getoption("--model")
-    quality = marker.kwargs.get("quality", False)
-    rows = [
-        pytest.param(
-            VARIANTS[name],
-            phase,
-            metric,
-            id=f"{name}-{phase}-{metric}",
-            marks=_marks(model, name, metric),
-        )
-        for name in selected_names(metafunc.config)
-        for phase in marker.kwargs["phases"]
-        for metric in marker.kwargs["metrics"]
-        if not (quality and model.startswith("random:"))
-    ]
-    metafunc.parametrize(("variant", "phase", "metric"), rows)
-
-
-def _marks(model: str, variant: str, metric: str) -> list[pytest.MarkDecorator]:
-    """Return the strict xfail of a studied row's ship decision."""
-    decision = limits.DECISIONS.get(model.partition("@")[0], {}).get(variant)
-    if metric != "ship" or decision != limits.STUDIED:
-        return []
-    reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
-    return [pytest.mark.xfail(strict=True, raises=OutsideShipLimitsError, reason=reason)]
+    if marker is not None:
+        rows = list(cells.parameters_of(metafunc.config, marker))
+        metafunc.parametrize(("variant", "phase", "metric"), rows)
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
@@ -94,15 +70,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count gate cells that were left out by -k or -m."""
-    cells = [item for item in items if not _has_no_rows(item) and _key(item)]
-    if cells:  # -k and -m come before the collection is finished
-        cells[0].config.stash.setdefault(RUN, GateRun()).deselected += len(cells)
+    owed = [item for item in items if not _has_no_rows(item) and _key(item)]
+    if owed:  # -k and -m come before the collection is finished
+        owed[0].config.stash.setdefault(RUN, GateRun()).deselected += len(owed)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Remember which cells this run owes."""
     run = session.config.stash.setdefault(RUN, GateRun())
     run.expected = {key for item in session.items if (key := _key(item))}
+    if run.expected and not session.config.getoption("collectonly"):
+        run.refusal = hardware.refusal(session.config) or ""
+    if run.refusal:  # nothing here can be measured: say so once, not once a cell
+        session.items.clear()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,9 +93,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if key and call.excinfo and not run.has_cell(key):
         error = call.excinfo.value
         judged = call.when == "call" and isinstance(error, GptNeoTrtError)
-        verdict = "failed" if judged else "not measured"
         reason = f"{type(error).__name__}: {error}"
-        run.cells.append(Cell(*key, None, None, None, verdict, reason))
+        if hasattr(made, "wasxfail") and made.skipped:
+            run.known_failures.append(f"{'/'.join(key)}: {made.wasxfail}")
+            run.cells.append(Cell(*key, "fails as known", None, None, "passed", reason))
+        else:
+            verdict = "failed" if judged else "not measured"
+            run.cells.append(Cell(*key, None, None, None, verdict, reason))
         if isinstance(error, GptNeoTrtError) and made.failed:
             made.longrepr = _told_once(run, reason)
     return made
@@ -159,15 +143,17 @@ def pytest_terminal_summary(
     run = config.stash.get(RUN, None)
     if run is None or not run.expected or config.getoption("collectonly"):
         return
-    target = run.provenance.target if run.provenance else "no target"
+    target = run.provenance.target if run.provenance else target_of(config).name
     model = run.checkpoint.name if run.checkpoint else config.getoption("--model")
     terminalreporter.section(f"gate: {model} on {target}")
     decisions = limits.DECISIONS.get(model, {})
     names = {name for name, _, _ in run.expected}
     rows = {name: run.values.get(name, {}) for name in VARIANTS if name in names}
-    for line in report.table(rows, run.cells, run.values.get(FLOOR, {}), decisions):
-        terminalreporter.write_line(line)
-    terminalreporter.write_line(report.LEGEND)
+    if not run.refusal:
+        for line in report.table(rows, run.cells, run.values.get(FLOOR, {}), decisions):
+            terminalreporter.write_line(line)
+    for line in run.known_failures:
+        terminalreporter.write_line(f"known failure: {line}")
     for line in run.written:
         terminalreporter.write_line(f"baseline {line}")
     if config.getoption("--update-baselines") and run.folder:
@@ -178,6 +164,8 @@ def pytest_terminal_summary(
         )
     if config.getoption("--gate-report") and run.checkpoint and run.provenance:
         terminalreporter.write_line(f"report: {config.getoption('--gate-report')}/results.json")
+    for line in run.refusal.splitlines():
+        terminalreporter.write_line(line, red=True)
     left_out = f"; {run.deselected} more deselected" if run.deselected else ""
     green = not run.problems()
     line = report.coverage_line(run.expected, run.cells) + left_out
@@ -187,33 +175,19 @@ def pytest_terminal_summary(
 @pytest.fixture(scope="session")
 def gate_run(
     pytestconfig: pytest.Config,
+    target: Target,
+    backend: Backend,
+    gpu: Gpu | None,
     checkpoint: Checkpoint,
+    texts: dict[str, TextSet],
     run_provenance: Provenance,
-    baseline_key: dict[str, object],
     baseline_folder: Path,
 ) -> GateRun:
     """Return the record of this run."""
     run = pytestconfig.stash[RUN]
-    run.checkpoint, run.provenance = checkpoint, run_provenance
-    run.key, run.folder = baseline_key, baseline_folder
+    run.checkpoint, run.provenance, run.folder = checkpoint, run_provenance, baseline_folder
+    run.key = baseline_key(target, backend, gpu, checkpoint, texts)
     return run
-
-
-@pytest.fixture(scope="session")
-def baseline_key(
-    checkpoint: Checkpoint, backend: Backend, texts: dict[str, TextSet]
-) -> dict[str, object]:
-    """Return what must be equal before a stored run is compared with this one."""
-    return {
-        "checkpoint_sha256": checkpoint.sha256,
-        "context": CONTEXT,
-        "decode_tokens": DECODE_TOKENS,
-        "flavour": backend.flavour,
-        "gpu": "cpu",
-        "prose_texts": PROSE_TEXTS,
-        "texts": {name: text.key() for name, text in texts.items()},
-        "version": backend.version,
-    }
 
 
 @pytest.fixture(scope="session")
@@ -242,23 +216,17 @@ def measured(gate_run: GateRun, measurement) -> Callable[[Variant, str], Measure
 
 @pytest.fixture(scope="session")
 def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
-    """Return a function variant -> Baseline of this very checkpoint, texts and target.
+    """Return a function variant -> Baseline; see ``run.stored_baseline``."""
+    return partial(stored_baseline, gate_run)
 
-    Raises:
-        BaselineError: there is none, or its key differs; both sides of each difference are named.
-    """
 
-    def get(variant: Variant) -> Baseline:
-        found = baselines.read(gate_run.folder, variant.name)
-        wrong = baselines.key_differences(found.key, gate_run.key)
-        if wrong:
-            raise BaselineError(
-                f"baseline of {variant.name} is of something else: {'; '.join(wrong)}; compare "
-                "like with like, or write it again with --update-baselines"
-            )
-        return found
+@pytest.fixture(scope="session")
+def stopwatch(engines) -> "Stopwatch":
+    """Return what times engines on the GPU."""
+    # Only here: without a GPU this process does not wait for torch.
+    from tests.gate.speed import Stopwatch
 
-    return get
+    return Stopwatch(engines)
 
 
 @pytest.fixture

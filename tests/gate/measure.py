@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,13 +10,14 @@ from gptneo_trt import decoder, metrics
 from gptneo_trt.backend import backend_named
 from gptneo_trt.checkpoint import checkpoint_from_source
 from gptneo_trt.data import Decoded, Measurement, Metrics, ReferenceDistribution, Scales, TextSet
+from gptneo_trt.decoder import Executor
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import build_network
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import Variant
 from tests.gate.last_rows import last_rows
-from tests.gate.measurer import DECODE_TOKENS, PROSE_TEXTS
+from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS, Setup
 from tests.gate.references import TYPES, reference_logits
 
 
@@ -42,18 +42,15 @@ def compared(
 class Pipeline:
     """Hold one checkpoint, its texts and its references, and measure rows on them."""
 
-    def __init__(
-        self, model: str, flavour: str, text_source: str, context: int, cache: Path
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
         """Remember what to load; nothing is loaded before it is needed."""
         torch.set_num_threads(1)
-        self.model, self.flavour = model, flavour
-        self.text_source, self.context, self.cache = text_source, context, cache
+        self.setup, self.cache = setup, setup.cache
 
     @cached_property
     def checkpoint(self):
         """Return the checkpoint."""
-        return checkpoint_from_source(self.model)
+        return checkpoint_from_source(self.setup.model)
 
     @cached_property
     def prose(self) -> np.ndarray:
@@ -67,7 +64,7 @@ class Pipeline:
 
     def _text(self, name: str) -> TextSet:
         shapes, file = self.checkpoint.architecture, self.checkpoint.tokenizer_file
-        return text_set(name, self.text_source, file, self.context, shapes.vocab_size)
+        return text_set(name, self.setup.text_source, file, CONTEXT, shapes.vocab_size)
 
     @cached_property
     def references(self) -> dict[str, dict[str, ReferenceDistribution]]:
@@ -121,16 +118,21 @@ class Pipeline:
             found["decode"] = error
         return found
 
-    def _executor(self, variant: Variant, scales: Scales | None, phase: str) -> Interpreter:
-        backend = backend_named(self.flavour)
-        network = build_network(backend, self.checkpoint, variant, scales, phase, self.context)
+    def executor(self, variant: Variant, scales: Scales | None, phase: str) -> Executor:
+        """Return what runs the network of a row: here the interpreter."""
+        backend = backend_named(self.setup.flavour)
+        network = build_network(backend, self.checkpoint, variant, scales, phase, CONTEXT)
         return Interpreter(network)
+
+    def _kept(self, variant: Variant, logits: np.ndarray) -> np.ndarray | None:
+        """Return logits that another executor's are held against, where that says something."""
+        return logits if self.setup.keep_logits and not variant.quantized else None
 
     def measure_prefill(
         self, variant: Variant, scales: Scales | None
     ) -> tuple[Measurement, np.ndarray]:
         """Return the measurement, and the logits [N, 128, V] that decode is held against."""
-        executor = self._executor(variant, scales, "prefill")
+        executor = self.executor(variant, scales, "prefill")
         architecture = self.checkpoint.architecture
         decoded = decoder.prefill(executor, architecture, self.prose)
         last = last_rows(
@@ -143,13 +145,13 @@ class Pipeline:
             return Measurement(non_finite, {}), kept
         found = compared("prose", self.references["prefill"], decoded.logits)
         found |= compared("next_token", self.references["next_token"], last)
-        return Measurement(None, found), kept
+        return Measurement(None, found, logits=self._kept(variant, decoded.logits)), kept
 
     def measure_decode(
         self, variant: Variant, scales: Scales | None, prefill_logits: np.ndarray
     ) -> Measurement:
         """Return the measurement of teacher-forced decode, with its agreement with prefill."""
-        executor = self._executor(variant, scales, "decode")
+        executor = self.executor(variant, scales, "decode")
         token_ids = self.prose[:, :DECODE_TOKENS]
         decoded = decoder.decode(executor, self.checkpoint.architecture, token_ids)
         non_finite = _first_non_finite(decoded, {"prefill logits": prefill_logits})
@@ -158,7 +160,7 @@ class Pipeline:
         found = compared("prose", self.references["decode"], decoded.logits)
         own = {"prefill": distribution(token_ids, prefill_logits)}
         agreement = compared("agreement", own, decoded.logits)["agreement/prefill"]
-        return Measurement(None, found, agreement)
+        return Measurement(None, found, agreement, self._kept(variant, decoded.logits))
 
 
 def _first_non_finite(decoded: Decoded, more: Mapping[str, np.ndarray]) -> str | None:

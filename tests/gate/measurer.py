@@ -38,12 +38,14 @@ class Setup:
         flavour: TensorRT flavour.
         text_source: "bundled" or "study".
         cache: folder where references are kept.
+        keep_logits: whether measurements of rows without FP8 keep their logits.
     """
 
     model: str
     flavour: str
     text_source: str
     cache: Path
+    keep_logits: bool = False
 
 
 _pipeline: "Pipeline"  # of this process, set by _prepare
@@ -54,7 +56,7 @@ def _prepare(setup: Setup) -> None:
     # Only a worker needs torch and transformers; importing them takes seconds.
     from tests.gate.measure import Pipeline
 
-    _pipeline = Pipeline(setup.model, setup.flavour, setup.text_source, CONTEXT, setup.cache)
+    _pipeline = Pipeline(setup)
 
 
 def _load() -> None:

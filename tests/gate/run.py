@@ -7,12 +7,28 @@ from pathlib import Path
 import numpy as np
 
 from gptneo_trt import baselines, report
+from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
-from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, TokenMetrics
+from gptneo_trt.data import (
+    Cell,
+    Checkpoint,
+    Measurement,
+    PairedDifference,
+    Plan,
+    Provenance,
+    Speedup,
+    TextSet,
+    TokenMetrics,
+)
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.targets import Gpu, Target
+from gptneo_trt.variants import Variant
 from gptneo_trt.verdicts import Key, problems
+from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS
 
 BASELINE_PREFIX = "regression/"  # metrics that are judged against the stored run
+EXCESS_CONFIDENCE = 0.975  # of each bound: 95 % between them
+UNSTORED = ("build_s", "load_s")  # of this machine and its caches, not of the engine
 STORED_REFERENCE = "float32"  # bf16's own error differs between processors, float32's does not
 
 
@@ -39,6 +55,8 @@ class GateRun:
         checkpoint, provenance, key, folder: of this run; None before a fixture set them.
         written: a line a change of a baseline.
         told: refusals that were printed in full.
+        refusal: why nothing can be measured here, and what to do; "" otherwise.
+        known_failures: cells that failed as a row of KNOWN_FAILURES says, a line each.
     """
 
     expected: set[Key] = field(default_factory=set)
@@ -52,6 +70,8 @@ class GateRun:
     folder: Path | None = None
     written: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
+    refusal: str = ""
+    known_failures: list[str] = field(default_factory=list)
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
@@ -74,6 +94,41 @@ class GateRun:
                 tokens[f"{phase}/{BASELINE_PREFIX}{metric}"] = values
         if measured.agreement:
             row["decode/agreement/kl_mean_nats"] = measured.agreement.values["kl_mean_nats"]
+
+    def add_value(self, variant: str, name: str, value: float) -> None:
+        """Keep one figure under its flat name."""
+        self.values.setdefault(variant, {})[name] = value
+
+    def add_excess(
+        self, variant: str, phase: str, reference: str, recipe_nats: float, paired: PairedDifference
+    ) -> None:
+        """Keep what the recipe loses, and the engine's excess with its interval."""
+        row = self.values.setdefault(variant, {})
+        row[f"{phase}/recipe/{reference}/kl_mean_nats"] = recipe_nats
+        excess = f"{phase}/excess/{reference}"
+        row |= {
+            f"{excess}/kl_mean_nats": paired.mean,
+            f"{excess}/kl_lower_nats": paired.lower,
+            f"{excess}/kl_upper_nats": paired.upper,
+        }
+
+    def add_speedup(self, variant: str, phase: str, speedup: Speedup, noise: Speedup) -> None:
+        """Keep a time ratio to fp16 with its interval, both latencies, and the A/A run's ratio."""
+        row = self.values.setdefault(variant, {})
+        row |= {
+            f"{phase}/speedup_x": speedup.ratio,
+            f"{phase}/speedup_lower_x": speedup.lower,
+            f"{phase}/speedup_upper_x": speedup.upper,
+            f"{phase}/latency_us": speedup.latency_us,
+            f"{phase}/fp16_latency_us": speedup.floor_latency_us,
+            f"{phase}/noise_x": noise.ratio,
+        }
+
+    def speedup_values(self, variant: str, phase: str) -> dict[str, float]:
+        """Return what ``add_speedup`` kept, for pytest-benchmark's own files."""
+        names = ("speedup_x", "speedup_lower_x", "speedup_upper_x", "fp16_latency_us", "noise_x")
+        row = self.values[variant]
+        return {name: row[f"{phase}/{name}"] for name in names}
 
     def problems(self) -> list[str]:
         """Return everything that keeps this run from being green."""
@@ -107,7 +162,7 @@ class GateRun:
         values = {
             name: value
             for name, value in self.values.get(variant, {}).items()
-            if not name.endswith("build_s")
+            if not name.endswith(UNSTORED)
         }
         new = Baseline(self.key, asdict(self.provenance), values, self.tokens.get(variant, {}))
         try:
@@ -132,3 +187,42 @@ class GateRun:
         return report.results(
             self.checkpoint, self.provenance, self.cells, self.expected, self.values
         )
+
+
+def baseline_key(
+    target: Target,
+    backend: Backend,
+    gpu: Gpu | None,
+    checkpoint: Checkpoint,
+    texts: Mapping[str, TextSet],
+) -> dict[str, object]:
+    """Return what must be equal before a stored run is compared with this one."""
+    return {
+        "checkpoint_sha256": checkpoint.sha256,
+        "context": CONTEXT,
+        "decode_tokens": DECODE_TOKENS,
+        "flavour": backend.flavour,
+        "gpu": gpu.name if gpu else "cpu",
+        "model": "a folder" if Path(checkpoint.name).is_dir() else checkpoint.name,
+        "prose_texts": PROSE_TEXTS,
+        "revision": checkpoint.revision,
+        "target": target.name,
+        "texts": {name: text.key() for name, text in texts.items()},
+        "version": backend.version,
+    }
+
+
+def stored_baseline(run: GateRun, variant: Variant) -> Baseline:
+    """Return the baseline of this very checkpoint, texts and target.
+
+    Raises:
+        BaselineError: there is none, or its key differs; both sides of each difference are named.
+    """
+    found = baselines.read(run.folder, variant.name)
+    wrong = baselines.key_differences(found.key, run.key, published=found.is_published)
+    if wrong:
+        raise BaselineError(
+            f"baseline of {variant.name} is of something else: {'; '.join(wrong)}; compare "
+            "like with like, or write it again with --update-baselines"
+        )
+    return found

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from gptneo_trt.backend import Backend, backend_named
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Cell, Checkpoint, Measurement, Scales, TextSet
 from gptneo_trt.scales import read_scales, scales_path, write_scales
+from gptneo_trt.targets import TARGETS
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import VARIANTS, Variant
-from tests.gate.conftest import baseline_key, stored  # noqa: F401
+from tests.gate.cells import folder_of
 from tests.gate.measure import Pipeline
-from tests.gate.measurer import CONTEXT
-from tests.gate.run import GateRun
+from tests.gate.measurer import CONTEXT, Setup
+from tests.gate.run import GateRun, baseline_key, stored_baseline
 from tests.selftest import faults
 from tests.selftest.judging import QUALITY, Cells, judged
 
@@ -116,7 +118,7 @@ def pipeline(pytestconfig: pytest.Config) -> Iterator[Pipeline]:
     """Return the gate's pipeline, with fewer questions and prompts."""
     threads = torch.get_num_threads()
     cache = pytestconfig.getoption("--gate-cache")
-    made = Pipeline("bundled", FLAVOUR, "bundled", CONTEXT, cache)
+    made = Pipeline(Setup("bundled", FLAVOUR, "bundled", cache))
     made.next_token_texts = made.next_token_texts[::NEXT_TOKEN_STEP]
     yield made
     torch.set_num_threads(threads)
@@ -145,9 +147,17 @@ def texts(checkpoint: Checkpoint) -> dict[str, TextSet]:
 
 
 @pytest.fixture(scope="session")
-def gate_run(baseline_key: dict[str, object], backend: Backend) -> GateRun:  # noqa: F811
-    """Return what the gate's fixture ``stored`` reads: key and folder of the baselines."""
-    return GateRun(key=baseline_key, folder=ROOT / "baselines" / "cpu" / backend.target / "bundled")
+def gate_run(backend: Backend, checkpoint: Checkpoint, texts: dict[str, TextSet]) -> GateRun:
+    """Return what ``stored_baseline`` reads: key and folder of the baselines."""
+    cpu = TARGETS["cpu"]
+    key = baseline_key(cpu, backend, None, checkpoint, texts)
+    return GateRun(key=key, folder=folder_of(cpu, backend.target, checkpoint))
+
+
+@pytest.fixture(scope="session")
+def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
+    """Return a function variant -> Baseline, of the target cpu."""
+    return partial(stored_baseline, gate_run)
 
 
 @pytest.fixture(scope="session")
@@ -195,7 +205,7 @@ def control(pipeline: Pipeline, scales: Scales) -> Callable[[Variant], Measured]
 def quality(
     control: Callable[[Variant], Measured],
     checkpoint: Checkpoint,
-    stored: Callable[[Variant], Baseline],  # noqa: F811
+    stored: Callable[[Variant], Baseline],
 ) -> Callable[[Variant, dict[str, Measurement]], Cells]:
     """Return a function (variant, phase -> Measurement) -> every quality cell of the row."""
 

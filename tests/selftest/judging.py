@@ -11,7 +11,7 @@ import pytest
 from gptneo_trt.data import Cell
 from gptneo_trt.variants import Variant
 from tests.gate import test_quality
-from tests.gate.conftest import OutsideShipLimitsError
+from tests.gate.cells import OutsideShipLimitsError
 from tests.gate.run import GateRun
 
 Cells = dict[tuple[str, str], Cell]  # (phase, metric) -> cell

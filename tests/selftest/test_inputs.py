@@ -19,7 +19,7 @@ from gptneo_trt.operators import to_fp8
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import test_build, test_quality
 from tests.gate.measure import Pipeline
-from tests.gate.measurer import CONTEXT
+from tests.gate.measurer import Setup
 from tests.selftest.conftest import FLAVOUR
 from tests.selftest.faults import C_FC, linear
 from tests.selftest.judging import judged
@@ -56,7 +56,7 @@ def regression(control, stored):
 @pytest.fixture
 def other_pipeline(tmp_path):
     """Return a pipeline that finds no reference in its cache."""
-    made = Pipeline("bundled", FLAVOUR, "bundled", CONTEXT, tmp_path)
+    made = Pipeline(Setup("bundled", FLAVOUR, "bundled", tmp_path))
     made.next_token_texts = made.next_token_texts[:2]
     return made
 

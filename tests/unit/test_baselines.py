@@ -4,6 +4,7 @@ import json
 import os
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,15 @@ SAMPLE = Baseline(
     values={KL_MEAN: 0.0022, "prefill/plan_mib": 313.6},
     tokens={KL: np.array([0.001, 0.002, 0.003, 0.0028], dtype=np.float32)},
 )
+MEASURED = sorted((Path(__file__).parents[2] / "baselines").glob("cpu/*/*/*.json"))
+PUBLISHED = Baseline(
+    key={"target": "b200", "version": "11.4.0.106"},
+    provenance={"published": "a note"},
+    values={KL_MEAN: 0.0022, "prefill/plan_mib": 313.6},
+    tokens={},
+    rounding={KL_MEAN: 5e-05, "prefill/plan_mib": 0.05},
+)
+ROUNDING = '"prefill/plan_mib": 0.05,'
 name = st.from_regex(r"[a-z0-9_]{1,8}(/[a-z0-9_]{1,8}){0,3}", fullmatch=True)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 singles = hnp.arrays(
@@ -322,4 +332,188 @@ def test_differences_show_old_and_new():
     assert lines[2:] == [
         "values/decode/plan_mib: nothing -> 1.0",
         f"values/{KL_MEAN}: 0.0022 -> 0.0033 (+50.00 %)",
+    ]
+
+
+# Published, not measured
+
+
+@pytest.fixture
+def published_folder(tmp_path):
+    """Return a folder of another target, holding PUBLISHED as "fp8_recipe"."""
+    folder = tmp_path / "baselines" / "b200" / "tensorrt-11.4.0.106" / "gptneo-mini"
+    baselines.write(folder, "fp8_recipe", PUBLISHED)
+    return folder
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: "/".join(path.parts[-2:]))
+def test_committed_measurements_are_what_is_written(path, tmp_path):
+    """Reading and writing a committed file changes no byte of it."""
+    stored = baselines.read(path.parent, path.stem)
+
+    baselines.write(tmp_path, path.stem, stored)
+
+    # The hash is one of compressed bytes, which may differ between builds of zlib.
+    old, new = (
+        [line for line in each.read_text().splitlines() if "tokens_sha256" not in line]
+        for each in (path, tmp_path / path.name)
+    )
+    assert old == new
+    assert not stored.is_published
+    assert baselines.differences(stored, baselines.read(tmp_path, path.stem)) == []
+
+
+def test_there_are_committed_measurements():
+    """The comparison above is not one of nothing."""
+    assert len(MEASURED) >= 24
+
+
+def test_published_round_trip(published_folder):
+    """A published baseline is read back equal, with its rounding, and says what it is."""
+    stored = baselines.read(published_folder, "fp8_recipe")
+
+    assert stored.is_published
+    assert stored.rounding == PUBLISHED.rounding
+    assert stored.tokens == {}
+    assert baselines.differences(stored, PUBLISHED) == []
+
+
+def test_only_a_published_file_has_a_rounding(folder, published_folder):
+    """A measured file has the members it always had."""
+    measured, published = (
+        json.loads((each / "fp8_recipe.json").read_text()) for each in (folder, published_folder)
+    )
+
+    assert not baselines.read(folder, "fp8_recipe").is_published
+    assert sorted(measured) == sorted(baselines.MEMBERS)
+    assert sorted(published) == sorted([*baselines.MEMBERS, "rounding"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("", "rounding/prefill/plan_mib: obtained None, expected a finite number above 0"),
+        ('"prefill/plan_mib": 0,', "rounding/prefill/plan_mib: obtained 0,"),
+        ('"prefill/plan_mib": -0.05,', "rounding/prefill/plan_mib: obtained -0.05"),
+        ('"prefill/plan_mib": 1e999,', "rounding/prefill/plan_mib: obtained inf"),
+        ('"prefill/plan_mib": NaN,', "obtained NaN, expected a finite number"),
+        ('"prefill/plan_mib": true,', "rounding/prefill/plan_mib: obtained True"),
+        ('"prefill/plan_mib": "0.05",', "rounding/prefill/plan_mib: obtained '0.05'"),
+        (f'"kl": 1, {ROUNDING}', "rounding/kl: obtained one without a value"),
+    ],
+)
+def test_every_published_value_has_one_rounding(published_folder, change, message):
+    """A rounding that is missing, of nothing, or no number above 0 is refused on reading."""
+    edit(published_folder, lambda text: text.replace(ROUNDING, change))
+
+    with pytest.raises(BaselineError, match=rf"fp8_recipe\.json: .*{message}"):
+        baselines.read(published_folder, "fp8_recipe")
+
+
+@pytest.mark.parametrize(
+    ("rounding", "message"),
+    [
+        (None, "rounding: obtained NoneType, expected dict"),
+        ({}, f"rounding/prefill/plan_mib: obtained None.*; rounding/{KL_MEAN}: obtained None"),
+    ],
+    ids=["null", "empty"],
+)
+def test_a_measured_file_has_no_empty_rounding(folder, rounding, message):
+    """The member is there with content or not at all."""
+    document = json.loads((folder / "fp8_recipe.json").read_text())
+    edit(folder, lambda _: json.dumps(document | {"rounding": rounding}))
+
+    with pytest.raises(BaselineError, match=rf"fp8_recipe\.json: {message}"):
+        baselines.read(folder, "fp8_recipe")
+
+
+def test_token_values_are_never_published(folder):
+    """A measured file does not become a published one by an added rounding."""
+    document = json.loads((folder / "fp8_recipe.json").read_text())
+    edit(folder, lambda _: json.dumps(document | {"rounding": dict(PUBLISHED.rounding)}))
+
+    with pytest.raises(BaselineError, match=rf"tokens: obtained \['{KL}'\], expected none of a"):
+        baselines.read(folder, "fp8_recipe")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rounding": {KL_MEAN: 5e-05}}, "rounding/prefill/plan_mib: obtained None"),
+        ({"rounding": PUBLISHED.rounding | {KL_MEAN: 0.0}}, f"rounding/{KL_MEAN}: obtained 0.0"),
+        ({"rounding": PUBLISHED.rounding | {KL_MEAN: np.nan}}, f"rounding/{KL_MEAN}: obtained nan"),
+        ({"rounding": PUBLISHED.rounding | {KL: 1.0}}, f"rounding/{KL}: obtained one without"),
+        ({"tokens": SAMPLE.tokens}, rf"tokens: obtained \['{KL}'\]"),
+        ({"values": {}}, "rounding/prefill/plan_mib: obtained one without"),
+    ],
+    ids=["missing", "zero", "NaN", "extra", "tokens", "no values"],
+)
+def test_an_unfit_published_baseline_is_not_written(published_folder, change, message):
+    """What would be refused on reading is not written, and the stored pair stays."""
+    with pytest.raises(BaselineError, match=f"not written: .*{message}.*; copy its figures again$"):
+        baselines.write(published_folder, "fp8_recipe", replace(PUBLISHED, **change))
+
+    stored = baselines.read(published_folder, "fp8_recipe")
+    assert baselines.differences(stored, PUBLISHED) == []
+
+
+def test_published_never_replaces_measured(folder):
+    """What was measured stays, byte for byte."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    message = "gptneo-mini/fp8_recipe not written: obtained a published one where one is measured"
+
+    with pytest.raises(BaselineError, match=message):
+        baselines.write(folder, "fp8_recipe", PUBLISHED)
+
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_published_never_replaces_what_cannot_be_read(folder):
+    """A file that is cut may be a measured one: it stays until somebody looks."""
+    edit(folder, lambda text: text[:200])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    with pytest.raises(BaselineError, match=r"fp8_recipe\.json: line \d+, .*not JSON"):
+        baselines.write(folder, "fp8_recipe", PUBLISHED)
+
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_published_is_corrected_by_published(published_folder):
+    """A figure that was copied wrong can be written again."""
+    corrected = replace(PUBLISHED, values=PUBLISHED.values | {KL_MEAN: 0.0023})
+
+    baselines.write(published_folder, "fp8_recipe", corrected)
+
+    assert baselines.read(published_folder, "fp8_recipe").values == corrected.values
+
+
+def test_measured_replaces_published(published_folder):
+    """An update takes a published one's place, and its report shows that the rounding goes."""
+    old = baselines.read(published_folder, "fp8_recipe")
+
+    baselines.write(published_folder, "fp8_recipe", SAMPLE)
+
+    new = baselines.read(published_folder, "fp8_recipe")
+    assert not new.is_published
+    assert baselines.differences(SAMPLE, new) == []
+    lines = baselines.differences(old, new)
+    assert f"rounding/{KL_MEAN}: +-5e-05 -> nothing" in lines
+    assert 'key/target: "b200" -> nothing' in lines
+    assert any(line.startswith(f"tokens/{KL}: nothing -> 4 values") for line in lines)
+
+
+def test_a_published_key_is_asked_only_what_it_states():
+    """Names that only the run has are let pass; each stated one must be equal and be there."""
+    run = PUBLISHED.key | {"texts": {"prose": {"sha256": "aa"}}, "checkpoint_sha256": "c0ffee"}
+    other = run | {"version": "11.10.0.1"}
+    silent = {name: each for name, each in run.items() if name != "target"}
+
+    assert baselines.key_differences(PUBLISHED.key, run, published=True) == []
+    assert len(baselines.key_differences(PUBLISHED.key, run)) == 2
+    assert baselines.key_differences(PUBLISHED.key, other, published=True) == [
+        'version: stored "11.4.0.106", current "11.10.0.1"'
+    ]
+    assert baselines.key_differences(PUBLISHED.key, silent, published=True) == [
+        'target: stored "b200", current nothing'
     ]

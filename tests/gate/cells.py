@@ -1,0 +1,164 @@
+"""Turn gate tests into cells: which rows, phases and metrics a run asks for, and why not others.
+
+A test is marked ``cells`` with the phases and metrics it runs for, and with what it needs:
+
+    quality=True    logits that mean something: not random weights, not a row only built
+    hardware=True   an engine on a GPU
+    plan=True       a plan; a row that is known not to build has none
+    stage="build"   it is here that a known failure of this stage shows
+    rows="floor"    the fp16 row alone; "quantized" or "exact": rows that round to FP8, or do not
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from gptneo_trt import baselines
+from gptneo_trt.data import Checkpoint
+from gptneo_trt.errors import BaselineError
+from gptneo_trt.known_failures import STAGE_ERRORS, KnownFailure
+from gptneo_trt.network import PHASES
+from gptneo_trt.targets import Target
+from gptneo_trt.variants import FLOOR, VARIANTS
+from tests.gate import limits
+from tests.gate.run import BASELINE_PREFIX
+from tests.gate.selection import backend_of, known_failure_of, selected_names, target_of
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("build", "deserialize")
+# Metric judged against the stored run -> the value that a published baseline has for it.
+PUBLISHED_VALUES = {
+    "plan_mib": "plan_mib",
+    "kl_mean_nats": "prose/bf16/kl_mean_nats",
+    "nll_mean_nats": "prose/bf16/perplexity",
+    "speedup_x": "speedup_x",
+}
+
+
+class OutsideShipLimitsError(AssertionError):
+    """A row misses the ship limits."""
+
+
+def parameters_of(config: pytest.Config, marker: pytest.Mark) -> Iterator[object]:
+    """Yield (variant, phase, metric) of every cell that a test marked ``cells`` owes."""
+    target = target_of(config)
+    wants = marker.kwargs
+    if wants.get("hardware") and not target.needs_gpu:
+        return
+    for name in selected_names(config):
+        for phase in wants["phases"]:
+            for metric in wants["metrics"]:
+                if _is_asked(config, wants, name, phase, metric):
+                    marks = [getattr(pytest.mark, target.name)]
+                    marks += _xfails(config, wants, name, phase)
+                    marks += _ship_xfails(config, name, metric)
+                    identity = f"{name}-{phase}-{metric}"
+                    yield pytest.param(VARIANTS[name], phase, metric, id=identity, marks=marks)
+
+
+def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric: str) -> bool:
+    """Return whether a row owes a cell of this metric."""
+    if name not in VARIANTS:  # refused before anything is collected
+        return False
+    quantized = bool(VARIANTS[name].quantized)
+    rows = wants.get("rows", "all")
+    if rows != "all" and not {"floor": name == FLOOR, "quantized": quantized}.get(
+        rows, not quantized
+    ):
+        return False
+    model = config.getoption("--model").partition("@")[0]
+    only_built = name in limits.BUILD_ONLY.get(model, ())
+    if wants.get("quality") and (model.startswith("random:") or only_built):
+        return False
+    if only_built and (wants.get("hardware") or metric.startswith(BASELINE_PREFIX)):
+        return False
+    if _is_out_of_reach(config, wants, name, phase):
+        return False
+    return not _is_unpublished(config, name, phase, metric)
+
+
+def _is_out_of_reach(config: pytest.Config, wants: dict, name: str, phase: str) -> bool:
+    """Return whether a known failure of an earlier stage keeps a row from this cell."""
+    target, own = target_of(config), wants.get("stage")
+    reached = STAGES[: STAGES.index(own)] if own in STAGES else STAGES
+    if not target.needs_gpu:
+        reached = tuple(stage for stage in reached if stage == "build" and wants.get("plan"))
+    elif not (wants.get("plan") or wants.get("hardware") or wants.get("quality")):
+        reached = ()
+    phases = PHASES if phase == "both" else (phase,)
+    return any(known_failure_of(config, name, each, stage) for each in phases for stage in reached)
+
+
+def known_failure_here(
+    config: pytest.Config, wants: dict, name: str, phase: str
+) -> KnownFailure | None:
+    """Return the known failure that a cell is expected to show."""
+    stage = wants.get("stage")
+    return known_failure_of(config, name, phase, stage) if stage else None
+
+
+def _xfails(
+    config: pytest.Config, wants: dict, name: str, phase: str
+) -> list[pytest.MarkDecorator]:
+    """Return the strict xfail of a known failure, bound to its error and its message."""
+    failure = known_failure_here(config, wants, name, phase)
+    if failure is None:
+        return []
+    reason = f"{failure.id}: {failure.summary}; if it passes: fixed, remove the row"
+    raises = pytest.RaisesExc(STAGE_ERRORS[failure.stage], match=failure.message)
+    return [pytest.mark.xfail(strict=True, raises=raises, reason=reason)]
+
+
+def _ship_xfails(config: pytest.Config, name: str, metric: str) -> list[pytest.MarkDecorator]:
+    """Return the strict xfail of a studied row's ship decision."""
+    model = config.getoption("--model").partition("@")[0]
+    decision = limits.DECISIONS.get(model, {}).get(name)
+    if metric != "ship" or decision != limits.STUDIED:
+        return []
+    reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
+    return [pytest.mark.xfail(strict=True, raises=OutsideShipLimitsError, reason=reason)]
+
+
+def baseline_folder(target: Target, backend_target: str, model: str, sha256: str = "") -> Path:
+    """Return ``baselines/<target>/<flavour>-<version>/<model>``.
+
+    Args:
+        target: of the run.
+        backend_target: flavour and version.
+        model: name of the checkpoint.
+        sha256: of the checkpoint, which names one that is a folder.
+    """
+    name = model.replace(":", "-").replace("/", "--")
+    if Path(model).is_dir():
+        name = f"local-{sha256[:12]}"
+    return ROOT / "baselines" / target.name / backend_target / name
+
+
+def folder_of(target: Target, backend_target: str, checkpoint: Checkpoint) -> Path:
+    """Return the folder of baselines of a checkpoint."""
+    return baseline_folder(target, backend_target, checkpoint.name, checkpoint.sha256)
+
+
+def _is_unpublished(config: pytest.Config, name: str, phase: str, metric: str) -> bool:
+    """Return whether the baseline was published elsewhere, without a value for this metric."""
+    backend, target = backend_of(config), target_of(config)
+    if not metric.startswith(BASELINE_PREFIX) or not target.needs_gpu or backend is None:
+        return False
+    if config.getoption("--update-baselines"):
+        return False
+    model = config.getoption("--model").partition("@")[0]
+    published = _published_values(baseline_folder(target, backend.target, model), name)
+    value = PUBLISHED_VALUES.get(metric.removeprefix(BASELINE_PREFIX))
+    return published is not None and f"{phase}/{value}" not in published
+
+
+@cache
+def _published_values(folder: Path, name: str) -> frozenset[str] | None:
+    """Return the names of a published baseline's values; None of a measured or missing one."""
+    try:
+        found = baselines.read(folder, name)
+    except BaselineError:  # whoever needs it says so
+        return None
+    return frozenset(found.values) if found.is_published else None

@@ -1,0 +1,378 @@
+"""Alternatives: what runs instead of an engine gives Hugging Face's logits, and runs as stated."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tiny import T0, changed, kl_nats, tiny_checkpoint
+
+from gptneo_trt import alternatives, reference
+from gptneo_trt.alternatives import ALTERNATIVES, Alternative, StaticStep
+from gptneo_trt.errors import RunError
+
+CONTEXT = 16
+CPU = torch.device("cpu")
+ARCHITECTURES = {
+    "tied, gelu_new": T0,
+    "untied, gelu": replace(T0, tied_head=False, activation="gelu"),
+    "one layer, relu": replace(T0, attention_layers=("local",), activation="relu"),
+}
+
+
+@pytest.fixture(scope="module")
+def token_ids(t0):
+    """Return int64 [1, CONTEXT], the text of every alternative."""
+    return alternatives.seeded_token_ids(t0, CONTEXT)[None]
+
+
+@pytest.fixture(scope="module")
+def expected(t0, token_ids):
+    """Return float32 [CONTEXT, V], Hugging Face's logits in float32."""
+    return reference.logits(reference.torch_model(t0, torch.float32), token_ids)[0]
+
+
+def decoded(static):
+    """Return float32 [context, V] of a step fed the text token by token."""
+    logits = []
+    for position in range(len(static.token_ids)):
+        static.prepare(position)
+        logits.append(static.step().numpy().copy())
+    return np.stack(logits)
+
+
+def poison(static, value=6e4):
+    """Fill the whole cache, as a long earlier text could."""
+    for cache in (*static.keys, *static.values):
+        cache.fill_(value)
+
+
+def test_text_is_fixed_and_within_the_vocabulary(t0):
+    """The ids are the same on every call, of the length asked for, and known to the model."""
+    ids = alternatives.seeded_token_ids(t0, 64)
+    assert np.array_equal(ids, alternatives.seeded_token_ids(t0, 64))
+    assert ids.shape == (64,)
+    assert ids.dtype == np.int64
+    assert 0 <= ids.min() < ids.max() < 64
+
+
+@pytest.mark.parametrize("context", [0, 1, 65])
+def test_context_that_does_not_fit(t0, context):
+    """A context without a past, or beyond the position table, is refused everywhere."""
+    for make in (
+        partial(alternatives.static_step, compiled=False),
+        alternatives.hugging_face_step,
+        partial(alternatives.hugging_face_prefill, compiled=False),
+    ):
+        with pytest.raises(RunError, match=f"obtained {context} tokens, expected 2 to 64"):
+            make(t0, context, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("rows", [0.0, 6e4, -6e4])
+def test_N01_R02_static_step_gives_hugging_faces_logits(architecture, rows):
+    """Token by token, at every position, whatever an earlier text left in the cache."""
+    checkpoint = tiny_checkpoint(architecture)
+    static = StaticStep(checkpoint, CONTEXT, CPU, torch.float32)
+    model = reference.torch_model(checkpoint, torch.float32)
+    poison(static, rows)
+    expected = reference.logits(model, static.token_ids.numpy()[None])[0]
+    np.testing.assert_allclose(decoded(static), expected, rtol=0, atol=1e-4)
+
+
+def test_static_step_writes_its_own_row_alone(t0):
+    """A step at position 5 changes row 5 of every K and V, in place, and no other."""
+    static = StaticStep(t0, CONTEXT, CPU, torch.float32)
+    caches = [*static.keys, *static.values]
+    addresses = [cache.data_ptr() for cache in caches]
+    poison(static)
+    static.prepare(5)
+    static.step()
+    assert [cache.data_ptr() for cache in (*static.keys, *static.values)] == addresses
+    assert len(caches) == 2 * T0.num_layers
+    for cache in caches:
+        assert cache.shape == (1, 2, CONTEXT, 16)
+        assert (cache != 6e4).any(dim=(0, 1, 3)).nonzero().tolist() == [[5]]
+
+
+def test_static_step_reuses_its_logits(t0):
+    """The logits stay at one address, float32, and the same step gives them again, bitwise."""
+    static = alternatives.static_step(t0, CONTEXT, CPU, torch.float16, compiled=False)
+    first = static.step().clone()
+    assert static.step() is static.logits
+    assert torch.equal(static.logits, first)
+    assert first.dtype == torch.float32
+
+
+def test_static_step_stands_at_the_last_row(t0, expected):
+    """A step that is made ready decodes the last token over the true rows of the others."""
+    static = alternatives.static_step(t0, CONTEXT, CPU, torch.float32, compiled=False)
+    static.step()
+    np.testing.assert_allclose(static.outputs(), expected[-1], rtol=0, atol=1e-4)
+    static.prepare(3)
+    static.step()
+    np.testing.assert_allclose(static.outputs(), expected[3], rtol=0, atol=1e-4)
+    static.prepare()
+    static.step()
+    np.testing.assert_allclose(static.outputs(), expected[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", [-1, CONTEXT])
+def test_R03_position_outside_the_cache(t0, position):
+    """A position that the cache has no row for is refused, and nothing is written."""
+    static = StaticStep(t0, CONTEXT, CPU, torch.float32)
+    with pytest.raises(RunError, match=f"obtained {position}, expected 0 to 15"):
+        static.prepare(position)
+    assert static.position.item() == 0
+
+
+def test_N02_static_step_keeps_large_scores_in_float32(t0):
+    """Scores above float16's range, unscaled as GPT-Neo's are, give finite float16 logits."""
+    larger = dict.fromkeys(
+        (f"transformer.h.{i}.attn.attention.{part}_proj.weight" for i in (0, 1) for part in "qk"),
+        lambda weight: weight * 64,
+    )
+    checkpoint = changed(t0, larger)
+    static = StaticStep(checkpoint, CONTEXT, CPU, torch.float16)
+    logits = decoded(static)
+    query = torch.nn.functional.linear(
+        torch.ones(32), torch.tensor(checkpoint.weights[next(iter(larger))])
+    )
+    assert (query @ query) / T0.num_heads > torch.finfo(torch.float16).max
+    assert np.isfinite(logits).all()
+
+
+def test_static_step_compiles_without_a_graph_break(t0, expected):
+    """torch.compile takes the step whole, and what it takes gives the same logits and rows."""
+    eager, compiled = (StaticStep(t0, CONTEXT, CPU, torch.float32) for _ in range(2))
+    compiled.compile(backend="aot_eager")
+    np.testing.assert_allclose(decoded(compiled), expected, rtol=0, atol=1e-4)
+    decoded(eager)
+    for mine, theirs in zip(compiled.keys, eager.keys, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_static_step_is_compiled_after_the_cache_is_filled(t0, monkeypatch):
+    """``compiled`` asks for one graph of fixed shapes, and the filling steps are not compiled."""
+    calls = []
+
+    def compile_later(function, **options):
+        calls.append(options)
+        return lambda: calls.append("run")
+
+    monkeypatch.setattr(torch, "compile", compile_later)
+    static = alternatives.static_step(t0, CONTEXT, CPU, torch.float32, compiled=True)
+    assert calls == [{"fullgraph": True, "dynamic": False}]
+    assert (static.keys[0][0, 0] != 0).any(dim=-1).tolist() == [True] * (CONTEXT - 1) + [False]
+    static.step()
+    assert calls[1:] == ["run"]
+
+
+def test_hugging_face_step_gives_the_last_logits(t0, expected):
+    """One token after the cache of the others gives the last logits of a whole forward."""
+    forward = alternatives.hugging_face_step(t0, CONTEXT, CPU, torch.float32)
+    np.testing.assert_allclose(forward.outputs(), expected[-1], rtol=0, atol=1e-4)
+
+
+def test_hugging_face_step_does_not_grow(t0):
+    """Each step sees the same past of context - 1 tokens: equal logits, and one row more."""
+    forward = alternatives.hugging_face_step(t0, 64, CPU, torch.float32)
+    first = forward.logits
+    past = forward._past
+    for _ in range(3):
+        assert torch.equal(forward.step(), first)
+        assert past.get_seq_length() == 64
+    forward.prepare()
+    assert past.get_seq_length() == 63
+
+
+def test_hugging_face_prefill_gives_all_logits(t0, expected):
+    """The eager forward gives the logits of every token, call after call."""
+    forward = alternatives.hugging_face_prefill(t0, CONTEXT, CPU, torch.float32, compiled=False)
+    forward.step()
+    assert forward.outputs().dtype == np.float32
+    np.testing.assert_allclose(forward.outputs(), expected, rtol=0, atol=1e-4)
+
+
+def test_hugging_face_prefill_compiles_without_a_graph_break(t0, expected, monkeypatch):
+    """The compiled forward is the model with fixed shapes, whole, its cache included."""
+    options = {"backend": "aot_eager", "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, **options))
+    forward = alternatives.hugging_face_prefill(t0, CONTEXT, CPU, torch.float32, compiled=True)
+    np.testing.assert_allclose(forward.outputs(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_read_moves_the_weights_bytes(dtype, tied):
+    """Bytes read plus written are those of all weights, a tied head once, rounded up to two."""
+    checkpoint = tiny_checkpoint(replace(T0, tied_head=tied))
+    model = reference.torch_model(checkpoint, torch.float32)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    read = alternatives.weights_read(checkpoint, CPU, dtype)
+    assert read.bytes_moved == dtype.itemsize * (elements + elements % 2)
+    assert read.source.nbytes == read.destination.nbytes == read.bytes_moved // 2
+
+
+def test_weights_read_of_an_odd_number(t0):
+    """An odd number of elements counts one more, never one less."""
+    checkpoint = replace(t0, weights={"a": np.ones((3, 3), np.float32), "b": np.ones(4)})
+    assert alternatives.weights_read(checkpoint, CPU, torch.float16).bytes_moved == 2 * 14
+
+
+def test_weights_read_copies(t0):
+    """A step fills the destination with the weights; preparing clears what is put out."""
+    read = alternatives.weights_read(t0, CPU, torch.float32)
+    assert not read.outputs().any()
+    read.step()
+    assert torch.equal(read.source, read.destination)
+    first = next(iter(t0.weights.values())).ravel()[:1024]
+    assert np.array_equal(read.outputs(), first)
+    read.prepare()
+    assert not read.outputs().any()
+
+
+def test_R05_capture_needs_a_gpu(t0):
+    """Without a GPU there is no graph, and no slower call in its place."""
+    static = StaticStep(t0, CONTEXT, CPU, torch.float32)
+    with pytest.raises(RunError, match=r"graph of StaticStep.step: obtained device cpu.*a GPU"):
+        alternatives.captured(static.step, "cpu")
+
+
+class StubGraph:
+    """Stand in for a CUDA graph."""
+
+    def replay(self):
+        """Be replayed."""
+
+
+class StubStream:
+    """Stand in for a CUDA stream: says what it waits for."""
+
+    def __init__(self, said, name):
+        self.said, self.name = said, name
+
+    def wait_stream(self, other):
+        """Say what is waited for."""
+        self.said.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def stub_cuda(monkeypatch):
+    """Let torch.cuda say what would be launched where; return what it said."""
+    said = []
+    current, side = StubStream(said, "current"), StubStream(said, "side")
+
+    @contextmanager
+    def inside(what):
+        said.append(f"enter {getattr(what, 'name', type(what).__name__)}")
+        yield
+        said.append("leave")
+
+    for name, stub in {
+        "CUDAGraph": StubGraph,
+        "Stream": lambda: side,
+        "current_stream": lambda: current,
+        "stream": inside,
+        "graph": inside,
+        "device": inside,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    return said
+
+
+def test_R05_capture_follows_the_warm_up(stub_cuda):
+    """Warm-ups run on a side stream, ordered with the current one, before one captured call."""
+    replay = alternatives.captured(lambda: stub_cuda.append("run"), "cuda")
+    warm_up = ["enter side", *["run"] * alternatives.WARMUPS, "leave"]
+    capture = ["enter StubGraph", "run", "leave"]
+    order = ["side waits for current", *warm_up, "current waits for side", *capture]
+    assert stub_cuda == ["enter device", *order, "leave"]
+    assert isinstance(replay.__self__, StubGraph)
+
+
+@pytest.mark.parametrize("successes", [0, alternatives.WARMUPS])
+def test_R05_failed_capture_is_an_error(stub_cuda, successes):
+    """A function that fails, warming up or captured, gives no call at all."""
+
+    def step():
+        if stub_cuda.count("run") == successes:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        stub_cuda.append("run")
+
+    with pytest.raises(RunError, match=r"graph of .*step: warm-up or capture failed: .*capturing"):
+        alternatives.captured(step, "cuda")
+
+
+def test_rows_are_told_apart_by_name_and_phase():
+    """Every row has its own name and phase, and says what it needs."""
+    assert [(row.phase, row.name) for row in ALTERNATIVES] == [
+        ("decode", "hugging_face_eager"),
+        ("decode", "static_graph"),
+        ("decode", "static_compiled_graph"),
+        ("decode", "weights_read"),
+        ("prefill", "hugging_face_eager"),
+        ("prefill", "hugging_face_compiled"),
+    ]
+    assert all(row.summary and "GPU" in row.needs for row in ALTERNATIVES)
+    assert all(("compile" in row.name) == ("compiler" in row.needs) for row in ALTERNATIVES)
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"), [("static", "decode"), ("static_graph", "prefill"), ("fp16", "decode")]
+)
+def test_unknown_row_lists_the_rows(t0, name, phase):
+    """A name that the phase does not have is refused with the rows that there are."""
+    message = rf"no alternative '{name}' in '{phase}'.*static_graph \(decode\).*compiled \(prefill"
+    with pytest.raises(RunError, match=message):
+        alternatives.alternative(name, phase, t0, CONTEXT, CPU)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_hugging_faces_rows_are_the_bf16_reference(t0, token_ids, phase):
+    """What is timed gives the logits of the reference that quality is compared with."""
+    timed = alternatives.alternative("hugging_face_eager", phase, t0, CONTEXT, CPU)
+    timed.prepare()
+    timed.replay()
+    expected = reference.logits(reference.torch_model(t0, torch.bfloat16), token_ids)[0]
+    expected = expected[-1] if phase == "decode" else expected
+    assert timed.name == "hugging_face_eager"
+    assert timed.outputs().shape == expected.shape
+    assert timed.outputs().dtype == np.float32
+    assert kl_nats(expected, timed.outputs()).mean() < 5e-3
+
+
+@pytest.mark.parametrize("row", [row for row in ALTERNATIVES if row.graph], ids=lambda r: r.name)
+def test_R05_rows_under_a_graph_need_a_gpu(t0, row):
+    """A row that is a graph is refused without a GPU, by its name, before any work."""
+    with pytest.raises(RunError, match=rf"CUDA graph of {row.name}: .* device cpu"):
+        alternatives.alternative(row.name, row.phase, t0, CONTEXT, CPU)
+
+
+def test_static_row_is_the_float16_step_captured(t0, expected, monkeypatch):
+    """The row's replay is what the capture returns, and its outputs are the last logits."""
+    captured = []
+    monkeypatch.setattr(alternatives, "_expect_gpu", lambda name, device: None)
+    monkeypatch.setattr(
+        alternatives, "captured", lambda function, device: captured.append(function) or function
+    )
+    timed = alternatives.alternative("static_graph", "decode", t0, CONTEXT, CPU)
+    timed.prepare()
+    timed.replay()
+    assert timed.replay is captured[0]
+    assert captured[0].__self__.keys[0].dtype == torch.float16
+    assert kl_nats(expected[-1], timed.outputs()) < 5e-3
+
+
+def test_row_that_cannot_be_made_says_what_it_needs(t0, monkeypatch):
+    """A failure of PyTorch, such as a missing compiler, is an error that names the needs."""
+
+    def fail(checkpoint, context, device):
+        raise RuntimeError("Failed to find C compiler")
+
+    row = Alternative("slow", "decode", "a row", "a C compiler", False, fail)
+    monkeypatch.setattr(alternatives, "ALTERNATIVES", (row,))
+    with pytest.raises(RunError, match=r"slow, decode: Failed to find.*it needs a C compiler"):
+        alternatives.alternative("slow", "decode", t0, CONTEXT, CPU)
