@@ -13,6 +13,7 @@ return. No replay holds a transfer to or from the host, compilation, or the choi
 token.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -246,7 +247,10 @@ def hugging_face_prefill(
     model: Any = reference.torch_model(checkpoint, dtype)
     model = model.to(device)
     forward = torch.compile(model, dynamic=False) if compiled else model
-    return HuggingFaceForward(forward, token_ids, None)
+    with warnings.catch_warnings():
+        # Advice of torch.compile for the float32 scores; the model stays as the reference is.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+        return HuggingFaceForward(forward, token_ids, None)
 
 
 class WeightsRead:

@@ -1,4 +1,4 @@
-"""Cells and measured values -> the table at the end of a run, and ``results.json``."""
+"""Cells and measured values -> the tables at the end of a run, and ``results.json``."""
 
 import json
 import math
@@ -28,6 +28,22 @@ LEGEND = (
     "KL in nats a token to the bf16 reference, prefill / decode; p99, x floor (fp16's KL), top-1 "
     "and perplexity: prefill; plan MiB and build s: prefill / decode"
 )
+ENGINE_HEADINGS = (
+    "variant", "x fp16", "us", "recipe KL", "engine excess %", "KL to interpreter", "load s",
+)  # fmt: skip
+ENGINE_LEGEND = (
+    "prefill / decode; x fp16: fp16's device time over the row's; us a replay; recipe KL in nats a "
+    "token, interpreter to the bf16 reference; engine excess in per cent of it; KL to interpreter "
+    "in nats a token, rows without FP8; +-: to the further end of the 95 % interval"
+)
+ALTERNATIVE_HEADINGS = ("phase", "instead of the engine", "x fp16's time", "us")
+ALTERNATIVES_LEGEND = (
+    "x fp16's time: device time a replay over the fp16 engine's, above 1 is slower; weights_read: "
+    "all weights read once, at copy bandwidth; step over bare engine: a decode step's time over "
+    "its engine's alone"
+)
+PHASES = ("prefill", "decode")
+NOT_MEASURED = "- / -"
 
 Values = Mapping[str, float]  # flat names: "prefill/prose/bf16/kl_mean_nats", "prefill/plan_mib"
 
@@ -43,9 +59,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _pair(values: Values, name: str, form: str) -> str:
-    return " / ".join(
-        _number(values.get(f"{phase}/{name}"), form) for phase in ("prefill", "decode")
-    )
+    return " / ".join(_number(values.get(f"{phase}/{name}"), form) for phase in PHASES)
 
 
 def table(
@@ -85,6 +99,106 @@ def table(
     return lines
 
 
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line a row, columns as wide as their longest text and two spaces."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    return [
+        "".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _interval(form: str, value: float | None, lower: float | None, upper: float | None) -> str:
+    """Return "value+-its distance to the further end"; the value alone without an interval."""
+    if value is None or lower is None or upper is None:
+        return _number(value, form)
+    return f"{value:{form}}+-{max(upper - value, value - lower):{form}}"
+
+
+def _speedup(row: Values, phase: str) -> str:
+    names = ("speedup_x", "speedup_lower_x", "speedup_upper_x")
+    return _interval(".3f", *(row.get(f"{phase}/{name}") for name in names))
+
+
+def _excess(row: Values, phase: str) -> str:
+    """Return the engine excess in per cent of the recipe loss; "-" of a recipe without loss."""
+    recipe = row.get(f"{phase}/recipe/bf16/kl_mean_nats")
+    if not recipe:
+        return "-"
+    names = ("kl_mean_nats", "kl_lower_nats", "kl_upper_nats")
+    nats = (row.get(f"{phase}/excess/bf16/{name}") for name in names)
+    return _interval(".1f", *(None if each is None else 100 * each / recipe for each in nats))
+
+
+def engine_table(values: Mapping[str, Values]) -> list[str]:
+    """Return what engines on a GPU add to ``table``, a row a variant; [] where nothing does.
+
+    Args:
+        values: variant -> flat measured values.
+    """
+    rows = [
+        (
+            variant,
+            " / ".join(_speedup(row, phase) for phase in PHASES),
+            _pair(row, "latency_us", ".1f"),
+            _pair(row, "recipe/bf16/kl_mean_nats", ".3g"),
+            " / ".join(_excess(row, phase) for phase in PHASES),
+            _pair(row, "direct/kl_mean_nats", ".2g"),
+            _pair(row, "load_s", ".1f"),
+        )
+        for variant, row in values.items()
+    ]
+    if all(text == NOT_MEASURED for row in rows for text in row[1:]):
+        return []
+    return _aligned([ENGINE_HEADINGS, *rows])
+
+
+def alternatives_table(floor: Values) -> list[str]:
+    """Return what else a user could run, fp16's engine first, then the fastest first a phase.
+
+    Args:
+        floor: flat values of fp16, whose engine they were timed against.
+    """
+    rows = []
+    for phase in PHASES:
+        prefix = f"{phase}/alternative/"
+        times = sorted(
+            (value, name.removeprefix(prefix).removesuffix("_x"))
+            for name, value in floor.items()
+            if name.startswith(prefix) and name.endswith("_x")
+        )
+        if times:
+            own_us = _number(floor.get(f"{phase}/latency_us"), ".1f")
+            rows.append((phase, "fp16 engine", "1.00", own_us))
+        for value, name in times:
+            other_us = _number(floor.get(f"{prefix}{name}_us"), ".1f")
+            rows.append((phase, name, f"{value:.2f}", other_us))
+        overhead = floor.get(f"{phase}/step_overhead_x")
+        if overhead is not None:
+            rows.append((phase, "step over bare engine", f"{overhead:.3f}", "-"))
+    return _aligned([ALTERNATIVE_HEADINGS, *rows]) if rows else []
+
+
+def tables(
+    values: Mapping[str, Values],
+    cells: Sequence[Cell],
+    floor: Values,
+    decisions: Mapping[str, str],
+) -> list[str]:
+    """Return ``table``, then the tables of engines that have a row; a legend below each.
+
+    Arguments are those of ``table``.
+    """
+    lines = [*table(values, cells, floor, decisions), LEGEND]
+    for own, legend in (
+        (engine_table(values), ENGINE_LEGEND),
+        (alternatives_table(floor), ALTERNATIVES_LEGEND),
+    ):
+        if own:
+            lines += ["", *own, legend]
+    return lines
+
+
 def coverage_line(expected: Collection[Key], cells: Sequence[Cell]) -> str:
     """Return "measured M of N cells", and which are missing."""
     measured, missing = coverage(expected, cells)
@@ -105,31 +219,39 @@ def _json(value: Any) -> Any:
     return value
 
 
+def _model(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "revision": checkpoint.revision,
+        "sha256": checkpoint.sha256,
+        "architecture": asdict(checkpoint.architecture),
+        "files": list(checkpoint.files),
+        "notes": list(checkpoint.notes),
+    }
+
+
 def results(
     checkpoint: Checkpoint,
     provenance: Provenance,
     cells: Sequence[Cell],
     expected: Collection[Key],
     values: Mapping[str, Values],
+    known_failures: Sequence[str] = (),
+    timing: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of ``results.json``, schema 1.
 
     ``cells`` is a list of ``variant``, ``phase``, ``metric``, ``obtained``, ``limit``,
     ``baseline``, ``verdict`` and ``reason``; ``coverage`` counts ``measured`` and ``expected``
     cells and lists the ``missing`` ones; ``values`` holds everything measured, judged or not.
+    Two members are optional: ``known_failures``, a line a cell that failed as known, is left
+    out where none did; ``timing``, what latencies are the time of, where nothing was timed.
     """
     measured, missing = coverage(expected, cells)
-    return {
+    content = {
         "schema": SCHEMA,
         "target": provenance.target,
-        "model": {
-            "name": checkpoint.name,
-            "revision": checkpoint.revision,
-            "sha256": checkpoint.sha256,
-            "architecture": asdict(checkpoint.architecture),
-            "files": list(checkpoint.files),
-            "notes": list(checkpoint.notes),
-        },
+        "model": _model(checkpoint),
         "provenance": asdict(provenance),
         "cells": [_json(asdict(cell)) for cell in cells],
         "coverage": {
@@ -139,6 +261,8 @@ def results(
         },
         "values": {variant: _json(row) for variant, row in values.items()},
     }
+    optional = {"known_failures": list(known_failures), "timing": _json(timing)}
+    return content | {name: member for name, member in optional.items() if member}
 
 
 def write_results(folder: Path, content: Mapping[str, Any]) -> Path:

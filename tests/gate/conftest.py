@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 RUN = pytest.StashKey[GateRun]()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what needs a GPU where the target has none: importing torch takes seconds."""
+    needs_gpu = collection_path.name in ("test_engine.py", "test_speed.py")
+    is_gate = collection_path.parent == Path(__file__).parent
+    return True if needs_gpu and is_gate and not target_of(config).needs_gpu else None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that is marked ``cells`` for every selected row, phase and metric."""
     marker = metafunc.definition.get_closest_marker("cells")
@@ -150,7 +157,7 @@ def pytest_terminal_summary(
     names = {name for name, _, _ in run.expected}
     rows = {name: run.values.get(name, {}) for name in VARIANTS if name in names}
     if not run.refusal:
-        for line in report.table(rows, run.cells, run.values.get(FLOOR, {}), decisions):
+        for line in report.tables(rows, run.cells, run.values.get(FLOOR, {}), decisions):
             terminalreporter.write_line(line)
     for line in run.known_failures:
         terminalreporter.write_line(f"known failure: {line}")
@@ -221,11 +228,12 @@ def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
 
 
 @pytest.fixture(scope="session")
-def stopwatch(engines) -> "Stopwatch":
+def stopwatch(engines, gate_run: GateRun) -> "Stopwatch":
     """Return what times engines on the GPU."""
     # Only here: without a GPU this process does not wait for torch.
-    from tests.gate.speed import Stopwatch
+    from tests.gate.speed import Stopwatch, timing
 
+    gate_run.timing = timing()
     return Stopwatch(engines)
 
 

@@ -11,13 +11,16 @@ from gptneo_trt.engine import Engine
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.variants import FLOOR, Variant
 from tests.gate.measure import Pipeline
-from tests.gate.measurer import CONTEXT, DECODE_TOKENS, Setup
+from tests.gate.measurer import CONTEXT, Setup
 
 REPEATS = 100  # calls after which an engine still has to give the same bits
 
 
 class EnginePipeline(Pipeline):
     """Hold what Pipeline holds, and the engines of the floor and of the row in hand."""
+
+    # TensorRT-RTX compiles kernels for every length that an engine runs, about a second each.
+    widths = (CONTEXT // 2, CONTEXT)
 
     def __init__(self, setup: Setup, load: Callable[[Variant, str], Engine]) -> None:
         """Remember how an engine is loaded; none is yet."""
@@ -68,9 +71,9 @@ class EnginePipeline(Pipeline):
         """Return the logits of one text as the engine gives them first, and after REPEATS calls."""
         engine, architecture = self.engine(variant, phase), self.checkpoint.architecture
         run = {"prefill": decoder.prefill, "decode": decoder.decode}[phase]
-        text, other = self.texts()[:, None, :DECODE_TOKENS]
+        text, other = self.texts()[:, None]
         first = run(engine, architecture, text).logits
-        calls = REPEATS if phase == "prefill" else -(-REPEATS // DECODE_TOKENS)
+        calls = REPEATS if phase == "prefill" else -(-REPEATS // CONTEXT)
         for _ in range(calls):
             run(engine, architecture, other)
         return first, run(engine, architecture, text).logits

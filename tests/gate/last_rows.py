@@ -9,16 +9,21 @@ BUCKET = 34  # texts of similar length run together, so that little is padded
 Run = Callable[[np.ndarray], np.ndarray]  # token ids [N, T] -> logits [N, T, V]
 
 
-def last_rows(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+def last_rows(
+    run: Run, texts: Sequence[np.ndarray], widths: Sequence[int] | None = None
+) -> np.ndarray:
     """Return float32 [N, V]: the logits at the last token of each text, int32 [T].
 
-    Texts are right padded with token 0, which no earlier position sees.
+    Texts are right padded with token 0, which no earlier position sees: to the longest of those
+    that run together, or to the next of ``widths``, ascending, where these are given.
     """
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     rows: dict[int, np.ndarray] = {}
     for start in range(0, len(order), BUCKET):
         group = order[start : start + BUCKET]
-        padded = np.zeros((len(group), len(texts[group[-1]])), dtype=np.int32)
+        longest = len(texts[group[-1]])
+        width = next((each for each in widths or () if each >= longest), longest)
+        padded = np.zeros((len(group), width), dtype=np.int32)
         for row, index in enumerate(group):
             padded[row, : len(texts[index])] = texts[index]
         logits = run(padded)

@@ -40,7 +40,13 @@ def compared(
 
 
 class Pipeline:
-    """Hold one checkpoint, its texts and its references, and measure rows on them."""
+    """Hold one checkpoint, its texts and its references, and measure rows on them.
+
+    Attributes:
+        widths: lengths to which short texts are padded, None for no more than needed.
+    """
+
+    widths: tuple[int, ...] | None = None
 
     def __init__(self, setup: Setup) -> None:
         """Remember what to load; nothing is loaded before it is needed."""
@@ -138,6 +144,7 @@ class Pipeline:
         last = last_rows(
             lambda ids: decoder.prefill(executor, architecture, ids).logits,
             self.next_token_texts,
+            self.widths,
         )
         kept = decoded.logits[:, :DECODE_TOKENS]
         non_finite = _first_non_finite(decoded, {"next-token logits": last})

@@ -57,6 +57,7 @@ class GateRun:
         told: refusals that were printed in full.
         refusal: why nothing can be measured here, and what to do; "" otherwise.
         known_failures: cells that failed as a row of KNOWN_FAILURES says, a line each.
+        timing: what the latencies are the time of; empty where nothing is timed.
     """
 
     expected: set[Key] = field(default_factory=set)
@@ -72,6 +73,7 @@ class GateRun:
     told: set[str] = field(default_factory=set)
     refusal: str = ""
     known_failures: list[str] = field(default_factory=list)
+    timing: Mapping[str, object] = field(default_factory=dict)
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
@@ -164,7 +166,8 @@ class GateRun:
             for name, value in self.values.get(variant, {}).items()
             if not name.endswith(UNSTORED)
         }
-        new = Baseline(self.key, asdict(self.provenance), values, self.tokens.get(variant, {}))
+        provenance = asdict(self.provenance) | ({"timing": self.timing} if self.timing else {})
+        new = Baseline(self.key, provenance, values, self.tokens.get(variant, {}))
         try:
             old = baselines.read(self.folder, variant)
             lost = {*old.values, *old.tokens} - {*new.values, *new.tokens}
@@ -185,7 +188,13 @@ class GateRun:
     def report(self) -> dict[str, object]:
         """Return the content of ``results.json``."""
         return report.results(
-            self.checkpoint, self.provenance, self.cells, self.expected, self.values
+            self.checkpoint,
+            self.provenance,
+            self.cells,
+            self.expected,
+            self.values,
+            self.known_failures,
+            self.timing,
         )
 
 

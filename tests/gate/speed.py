@@ -1,6 +1,7 @@
 """Time engines on the GPU: each row against fp16, fp16 against itself and what else is there."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property, partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from gptneo_trt import decoder
 from gptneo_trt.alternatives import alternative
 from gptneo_trt.data import Speedup
-from gptneo_trt.timing import DeviceClock, PairedTimer, Timed
+from gptneo_trt.timing import TIMED_REGIONS, DeviceClock, PairedTimer, Timed
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate.engines import EnginePipeline
 from tests.gate.measurer import CONTEXT
@@ -20,6 +21,15 @@ REPLAYS = {"decode": 10, "prefill": 4}
 CLOCK = DeviceClock()  # what pytest-benchmark reads: seconds of the GPU, not of this process
 
 Benchmark = Callable[[PairedTimer], None]
+
+
+def timing() -> dict[str, object]:
+    """Return what every latency of a run is the time of, for reports and baselines."""
+    regions = {
+        phase: asdict(region) | {"replays": REPLAYS[phase], "rounds": ROUNDS}
+        for phase, region in TIMED_REGIONS.items()
+    }
+    return {"regions": regions, "warm_up_rounds": WARM_UP_ROUNDS, "context": CONTEXT}
 
 
 def run_rounds(timer: PairedTimer, rounds: int = ROUNDS) -> None:

@@ -42,24 +42,26 @@ def test_everything_is_finite(variant, phase, metric, measured, judge):
     judge(Cell(variant.name, phase, metric, found or 0, 0, None, verdict, reason))
 
 
-def _judge_limit(variant, phase, metric, measured, judge, checkpoint):
+def _judge_limit(variant, phase, metric, measured, judge, checkpoint, target):
     measurement = measured(variant, phase)
     if measurement.non_finite:
         judge(not_measured(variant.name, phase, metric, measurement.non_finite))
-    bound = limits.limits_of(checkpoint, variant).bounds()[metric]
+    bound = limits.limits_of(checkpoint, variant, target).bounds()[metric]
     judge(judge_limit(variant.name, phase, metric, value_of(measurement, metric), bound))
 
 
 @pytest.mark.cells(phases=PHASES, metrics=LIMITED, quality=True)
-def test_loss_is_within_the_limits(variant, phase, metric, measured, judge, checkpoint):
+def test_loss_is_within_the_limits(variant, phase, metric, measured, judge, checkpoint, target):
     """What a row loses against Hugging Face's model is at most what limits.py allows."""
-    _judge_limit(variant, phase, metric, measured, judge, checkpoint)
+    _judge_limit(variant, phase, metric, measured, judge, checkpoint, target)
 
 
 @pytest.mark.cells(phases=("prefill",), metrics=NEXT_TOKEN, quality=True)
-def test_next_token_is_within_the_limits(variant, phase, metric, measured, judge, checkpoint):
+def test_next_token_is_within_the_limits(
+    variant, phase, metric, measured, judge, checkpoint, target
+):
     """The same for the token that follows a question or a prompt."""
-    _judge_limit(variant, phase, metric, measured, judge, checkpoint)
+    _judge_limit(variant, phase, metric, measured, judge, checkpoint, target)
 
 
 @pytest.mark.cells(
@@ -101,7 +103,7 @@ def _published(variant, phase, metric, measurement, found):
 
 
 @pytest.mark.cells(phases=("decode",), metrics=("agreement/kl_mean_nats",), quality=True)
-def test_decode_agrees_with_prefill(variant, phase, metric, measured, judge):
+def test_decode_agrees_with_prefill(variant, phase, metric, measured, judge, target):
     """Teacher-forced decode gives what prefill gives on the same tokens."""
     measurement, prefill = measured(variant, phase), measured(variant, "prefill")
     if measurement.agreement is None or prefill.non_finite:
@@ -109,7 +111,7 @@ def test_decode_agrees_with_prefill(variant, phase, metric, measured, judge):
         judge(not_measured(variant.name, phase, metric, broken))
     # Prefill's loss: a broken decode must not raise its own limit.
     own_loss = prefill.metrics["prose/float32"].values["kl_mean_nats"]
-    bound = Bound(AT_MOST, limits.agreement_nats(own_loss))
+    bound = Bound(AT_MOST, limits.agreement_nats(own_loss, target))
     obtained = measurement.agreement.values["kl_mean_nats"]
     judge(judge_limit(variant.name, phase, metric, obtained, bound))
 

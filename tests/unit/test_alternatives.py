@@ -1,5 +1,6 @@
 """Alternatives: what runs instead of an engine gives Hugging Face's logits, and runs as stated."""
 
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -202,6 +203,22 @@ def test_hugging_face_prefill_compiles_without_a_graph_break(t0, expected, monke
     monkeypatch.setattr(torch, "compile", partial(torch.compile, **options))
     forward = alternatives.hugging_face_prefill(t0, CONTEXT, CPU, torch.float32, compiled=True)
     np.testing.assert_allclose(forward.outputs(), expected, rtol=0, atol=1e-4)
+
+
+def test_advice_to_compute_in_tf32_is_not_taken(t0, monkeypatch):
+    """Where warnings are errors, torch.compile's advice for float32 products stops nothing."""
+
+    def compile_with_advice(model, **options):
+        def forward(*arguments, **keywords):
+            warnings.warn("TensorFloat32 tensor cores for float32 matrix ...", stacklevel=1)
+            return model(*arguments, **keywords)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_with_advice)
+    precision = torch.get_float32_matmul_precision()
+    alternatives.hugging_face_prefill(t0, CONTEXT, CPU, torch.float32, compiled=True)
+    assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -1,6 +1,8 @@
-"""The report: the table's columns, the coverage line, and the exact shape of results.json."""
+"""The report: the tables' lines, the coverage line, and the exact shape of results.json."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -23,6 +25,41 @@ FP16 = {
     "decode/build_s": 5.0,
 }
 FP8 = {"prefill/prose/bf16/kl_mean_nats": 7.4e-3}
+FP16_ENGINE = {
+    "prefill/speedup_x": 1.0004,
+    "prefill/speedup_lower_x": 0.9981,
+    "prefill/speedup_upper_x": 1.0011,
+    "decode/speedup_x": 0.9998,
+    "decode/speedup_lower_x": 0.9996,
+    "decode/speedup_upper_x": 1.0016,
+    "prefill/latency_us": 412.34,
+    "decode/latency_us": 63.06,
+    "prefill/direct/kl_mean_nats": 1.234e-5,
+    "decode/direct/kl_mean_nats": 2e-6,
+    "prefill/load_s": 0.31,
+    "decode/load_s": 1.26,
+}
+FP8_ENGINE = {
+    "prefill/speedup_x": 1.1,
+    "prefill/recipe/bf16/kl_mean_nats": 0.008,
+    "decode/recipe/bf16/kl_mean_nats": 0.004,
+    "prefill/excess/bf16/kl_mean_nats": 0.0002,
+    "prefill/excess/bf16/kl_lower_nats": -0.0004,
+    "prefill/excess/bf16/kl_upper_nats": 0.0006,
+    "decode/excess/bf16/kl_mean_nats": -0.0001,
+    "decode/excess/bf16/kl_lower_nats": -0.0002,
+    "decode/excess/bf16/kl_upper_nats": 0.0003,
+}
+ALTERNATIVES = {
+    "decode/alternative/hugging_face_eager_x": 45.26,
+    "decode/alternative/hugging_face_eager_us": 2854.1,
+    "decode/alternative/static_graph_x": 1.8,
+    "decode/alternative/static_graph_us": 113.51,
+    "decode/alternative/weights_read_x": 0.412,
+    "decode/alternative/weights_read_us": 25.98,
+    "decode/step_overhead_x": 1.0123,
+    "prefill/alternative/hugging_face_eager_x": 9.9,
+}
 
 
 def cell(variant, verdict, metric="kl_mean_nats", phase="prefill", obtained=0.1):
@@ -122,6 +159,165 @@ def test_legend_explains_every_heading_that_is_not_a_word():
         assert heading in report.LEGEND
 
 
+# Engines on a GPU
+
+
+def test_engine_table_has_these_lines():
+    """A line a row, both phases a column, with "-" for all that a row does not have."""
+    rows = {"fp16": FP16_ENGINE, "fp8": FP8_ENGINE, "fp8-c_fc": {}}
+
+    lines = report.engine_table(rows)
+
+    middle = len("variant   x fp16                       us            recipe KL      ")
+    assert [line[:middle].rstrip() for line in lines] == [
+        "variant   x fp16                       us            recipe KL",
+        "fp16      1.000+-0.002 / 1.000+-0.002  412.3 / 63.1  - / -",
+        "fp8       1.100 / -                    - / -         0.008 / 0.004",
+        "fp8-c_fc  - / -                        - / -         - / -",
+    ]
+    assert [line[middle:] for line in lines] == [
+        "engine excess %        KL to interpreter  load s",
+        "- / -                  1.2e-05 / 2e-06    0.3 / 1.3",
+        "2.5+-7.5 / -2.5+-10.0  - / -              - / -",
+        "- / -                  - / -              - / -",
+    ]
+
+
+@pytest.mark.parametrize("rows", [{}, {"fp16": {}}, {"fp16": FP16, "fp8": FP8}])
+def test_engine_table_is_empty_without_an_engine(rows):
+    """What the interpreter measures on any machine is no row of it."""
+    assert report.engine_table(rows) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefill/speedup_x",
+        "decode/latency_us",
+        "prefill/recipe/bf16/kl_mean_nats",
+        "decode/direct/kl_mean_nats",
+        "prefill/load_s",
+    ],
+)
+def test_engine_table_shows_whatever_there_is(name):
+    """One figure of one phase is enough: a run that broke off shows what it had."""
+    assert len(report.engine_table({"fp16": {name: 0.0}, "fp8": {}})) == 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shown"),
+    [({}, "- / -  "), ({"prefill/recipe/bf16/kl_mean_nats": 0.0}, "0 / -  ")],
+    ids=["missing", "zero"],
+)
+def test_there_is_no_excess_of_a_recipe_without_loss(recipe, shown):
+    """Nothing is divided by a recipe loss that is missing or 0."""
+    row = {"prefill/load_s": 1.0, "prefill/excess/bf16/kl_mean_nats": 1e-4}
+
+    line = report.engine_table({"fp8": row | recipe})[1]
+
+    assert line == (
+        f"fp8      - / -   - / -  {shown}    - / -            - / -              1.0 / -"
+    )
+
+
+def test_an_interval_reaches_to_its_further_end():
+    """A skewed interval that contains zero is not shown as one that does not."""
+    row = {
+        "decode/recipe/bf16/kl_mean_nats": 0.01,
+        "decode/excess/bf16/kl_mean_nats": 0.0004,
+        "decode/excess/bf16/kl_lower_nats": -0.0001,
+        "decode/excess/bf16/kl_upper_nats": 0.0006,
+    }
+
+    assert "- / 4.0+-5.0 " in report.engine_table({"fp8": row})[1]
+
+
+def test_alternatives_table_has_these_lines():
+    """fp16 first, then the fastest first, a phase at a time; the step's overhead last."""
+    assert report.alternatives_table(FP16_ENGINE | ALTERNATIVES) == [
+        "phase    instead of the engine  x fp16's time  us",
+        "prefill  fp16 engine            1.00           412.3",
+        "prefill  hugging_face_eager     9.90           -",
+        "decode   fp16 engine            1.00           63.1",
+        "decode   weights_read           0.41           26.0",
+        "decode   static_graph           1.80           113.5",
+        "decode   hugging_face_eager     45.26          2854.1",
+        "decode   step over bare engine  1.012          -",
+    ]
+
+
+def test_alternatives_table_has_a_line_for_what_was_measured_alone():
+    """An overhead needs no alternative, and fp16's latency may be missing."""
+    assert report.alternatives_table({"decode/step_overhead_x": 1.5})[1:] == [
+        "decode  step over bare engine  1.500          -"
+    ]
+    assert report.alternatives_table({"decode/alternative/static_graph_x": 2.0})[1:] == [
+        "decode  fp16 engine            1.00           -",
+        "decode  static_graph           2.00           -",
+    ]
+
+
+@pytest.mark.parametrize("floor", [{}, FP16, FP16_ENGINE])
+def test_alternatives_table_is_empty_without_one(floor):
+    """fp16's own latency is in the table of engines."""
+    assert report.alternatives_table(floor) == []
+
+
+def test_tables_of_a_run_without_a_gpu_are_the_one_and_its_legend():
+    """Nothing is added to what such a run prints."""
+    rows, cells, decisions = (
+        {"fp16": FP16, "fp8": FP8},
+        [cell("fp16", "passed")],
+        {"fp8": "studied"},
+    )
+
+    assert report.tables(rows, cells, FP16, decisions) == [
+        *report.table(rows, cells, FP16, decisions),
+        report.LEGEND,
+    ]
+
+
+def test_tables_of_engines_follow_with_their_legends():
+    """An empty line, the headings, the rows and what the headings mean."""
+    row = FP16 | FP16_ENGINE | ALTERNATIVES
+    rows = {"fp16": row, "fp8": FP8 | FP8_ENGINE}
+
+    assert report.tables(rows, [], row, {}) == [
+        *report.table(rows, [], row, {}),
+        report.LEGEND,
+        "",
+        *report.engine_table(rows),
+        report.ENGINE_LEGEND,
+        "",
+        *report.alternatives_table(row),
+        report.ALTERNATIVES_LEGEND,
+    ]
+
+
+def test_tables_leave_out_alternatives_that_were_not_timed():
+    """A run without fp16 has engines and nothing to compare them with."""
+    lines = report.tables({"fp8": FP8_ENGINE}, [], {}, {})
+
+    assert lines[-1] == report.ENGINE_LEGEND
+    assert lines.count("") == 1
+
+
+def test_legends_explain_every_heading_of_engines():
+    """A reader finds the unit and the phase of each figure below its table."""
+    named = ("prefill / decode", "x fp16", "us", "recipe KL", "engine excess", "KL to interpreter")
+    for heading in (*named, "per cent", "nats", "+-"):
+        assert heading in report.ENGINE_LEGEND
+    for heading in ("x fp16's time", "weights_read", "step over bare engine"):
+        assert heading in report.ALTERNATIVES_LEGEND
+
+
+def test_report_does_without_torch():
+    """The summary of a run that could measure nothing does not wait for it."""
+    script = "import sys; sys.modules['torch'] = None; import gptneo_trt.report"
+
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 # Coverage
 
 
@@ -206,6 +402,19 @@ def test_results_have_exactly_this_shape(results, t0):
         "coverage": {"measured": 1, "expected": 2, "missing": ["fp8/prefill/kl_mean_nats"]},
         "values": {"fp16": FP16},
     }
+
+
+def test_results_hold_known_failures_and_timing_where_there_are_any(results, t0):
+    """Both are additions to schema 1, kept as they were given; nothing else changes."""
+    failures = ["fp8/decode/build: refused by this version"]
+    timing = {"regions": {"decode": {"timed": "one step"}}, "rounds": 30, "replays": {"decode": 10}}
+
+    found = report.results(
+        t0, PROVENANCE, [cell("fp16", "passed")], EXPECTED, {"fp16": FP16}, failures, timing
+    )
+
+    assert found == results | {"known_failures": failures, "timing": timing}
+    assert json.loads(json.dumps(found, allow_nan=False))["timing"] == timing
 
 
 def test_written_results_are_read_back_equal(results, tmp_path):
