@@ -1,5 +1,6 @@
 # Each target sets up what it needs: Python 3.11 or newer is all that must be there.
 #   make gate    the CPU gate: every row, from checkpoint to verdict
+#   make h200    the gate on a GPU host; also make b200, make b300
 #   make test    everything: unit tests, self-tests and the CPU gate
 #   make check   ruff and mypy
 #   make measure what the gate costs: seconds cold and warm, peak memory
@@ -10,10 +11,13 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: gate test check measure clean
+.PHONY: gate h200 b200 b300 test check measure clean
 
 gate: $(READY)
 	$(BIN)/python -m pytest -m cpu tests/gate $(ARGS)
+
+h200 b200 b300: $(READY)
+	$(BIN)/python -m pytest -m $@ $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -181,9 +181,12 @@ def setup(pytestconfig: pytest.Config, target: Target, checkpoint: Checkpoint) -
 
 
 @pytest.fixture(scope="session")
-def measurer(pytestconfig: pytest.Config, setup: Setup) -> Iterator[Measurer]:
+def measurer(
+    pytestconfig: pytest.Config, setup: Setup, variants: list[Variant]
+) -> Iterator[Measurer]:
     """Return what interprets networks, in worker processes that start to load at once."""
-    with Measurer(setup, pytestconfig.getoption("--workers")) as measuring:
+    workers = min(pytestconfig.getoption("--workers"), len(rows_with_floor(variants)))
+    with Measurer(setup, workers) as measuring:
         yield measuring
 
 

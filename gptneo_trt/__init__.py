@@ -18,13 +18,22 @@ network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
 inspection      INetworkDefinition -> which projections are quantized
 plans           network -> plan, in a child process; the plan cache
 plan_worker     the child process
+targets         which GPU is here, and what each target needs
+known_failures  what is expected to fail, where, and with which message, as rows
+runtime         plan -> ICudaEngine and context; what it computes in FP8
+engine          plan -> executor on the GPU
 interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
-decoder         tokens -> logits, K and V, through prefill or decode
+decoder         tokens -> logits, K and V, through prefill or decode, over either executor
+timing          two executors -> ratio of their times with an interval
+alternatives    what a user would otherwise run, as rows
+static_step     a decode step in PyTorch with a static cache
 metrics         logits, logits, tokens -> Metrics
 paired          differences to a stored run, paired a token
 baselines       Metrics <-> baselines/; differences
+token_values    values a token <-> .tokens.npz
 verdicts        value, limit, baseline -> Cell
+engine_verdicts time ratio, engine excess -> Cell
 report          Cells -> terminal table and results.json
 provenance      commit, versions, machine
 whole_file      write files that appear whole or not at all

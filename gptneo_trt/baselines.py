@@ -10,11 +10,9 @@ values a token, and a key of what the publication states and nothing else.
 """
 
 import hashlib
-import io
 import json
 import re
 import sys
-import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -24,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.token_values import RENEW, npz_bytes, raise_all, read_tokens, token_mismatches
 from gptneo_trt.whole_file import whole_file
 
 SCHEMA = 1
 MEMBERS = {"schema": int, "key": dict, "provenance": dict, "values": dict, "tokens_sha256": str}
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-RENEW = "write it again with --update-baselines"
 MEASURED_STAYS = "obtained a published one where one is measured; keep that and drop this"
 
 
@@ -83,11 +81,11 @@ def read(folder: Path, variant: str) -> Baseline:
             f"no baseline for {_label(folder, variant)}; write one with --update-baselines"
         )
     document = _parsed(path)
-    _raise_all(f"{path}", _document_mismatches(document))
-    tokens = _read_tokens(folder / f"{variant}.tokens.npz", document["tokens_sha256"])
+    raise_all(f"{path}", _document_mismatches(document))
+    tokens = read_tokens(folder / f"{variant}.tokens.npz", document["tokens_sha256"])
     if "rounding" in document:
         wrong = _rounding_mismatches(document["values"], document["rounding"], tokens)
-        _raise_all(f"{path}", wrong)
+        raise_all(f"{path}", wrong)
     values, rounding = _floats(document["values"]), _floats(document.get("rounding", {}))
     return Baseline(document["key"], document["provenance"], values, tokens, rounding)
 
@@ -111,11 +109,11 @@ def write(folder: Path, variant: str, baseline: Baseline) -> None:
         wrong += _rounding_mismatches(baseline.values, baseline.rounding, baseline.tokens)
     if not VARIANT_NAME.fullmatch(variant):
         wrong.append(f"variant: obtained {variant!r}, expected {VARIANT_NAME.pattern}")
-    _raise_all(what, wrong, "copy its figures again" if baseline.is_published else "measure again")
+    raise_all(what, wrong, "copy its figures again" if baseline.is_published else "measure again")
     replaces = baseline.is_published and variant in names(folder)
     if replaces and not read(folder, variant).is_published:
         raise BaselineError(f"{what}: {MEASURED_STAYS}")
-    tokens = _npz_bytes(baseline.tokens)
+    tokens = npz_bytes(baseline.tokens)
     try:
         text = _json_text(baseline, hashlib.sha256(tokens).hexdigest())
     except (TypeError, ValueError) as error:
@@ -252,7 +250,7 @@ def _content_mismatches(key: Mapping, values: Mapping, tokens: Mapping) -> list[
         for name, content in (("key", key), ("values", values))
         if not content
     ]
-    return wrong + _token_mismatches(tokens)
+    return wrong + token_mismatches(tokens)
 
 
 def _rounding_mismatches(values: Mapping, rounding: Mapping, tokens: Mapping) -> list[str]:
@@ -271,65 +269,10 @@ def _rounding_mismatches(values: Mapping, rounding: Mapping, tokens: Mapping) ->
     return wrong
 
 
-def _token_mismatches(tokens: Mapping) -> list[str]:
-    """Return which arrays are not [M] of values that are finite in float32."""
-    wrong = []
-    for name, array in tokens.items():
-        with np.errstate(over="ignore"):
-            single = np.asarray(array, dtype=np.float32)
-        bad = single.size - int(np.isfinite(single).sum())
-        if single.ndim != 1 or single.size == 0 or bad:
-            wrong.append(
-                f"tokens/{name}: obtained shape {single.shape} with {bad} non-finite values, "
-                "expected finite float32 [M], M >= 1"
-            )
-    return wrong
-
-
 def _is_finite_number(value: Any) -> bool:
     """Return whether a value is a number that a float holds; a bool and NaN are not."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and bool(abs(value) <= sys.float_info.max)
-
-
-def _read_tokens(path: Path, sha256: str) -> dict[str, np.ndarray]:
-    """Return the token values beside a JSON that holds this hash of them."""
-    if not path.is_file():
-        raise BaselineError(f"{path}: obtained no file, expected sha256 {sha256}; {RENEW}")
-    content = path.read_bytes()
-    obtained = hashlib.sha256(content).hexdigest()
-    if obtained != sha256:
-        raise BaselineError(
-            f"{path}: of another JSON, or an update was cut short: obtained sha256 {obtained}, "
-            f"expected {sha256}; {RENEW}"
-        )
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-            tokens = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise BaselineError(f"{path}: not token values: {error}; {RENEW}") from error
-    wrong = [
-        f"tokens/{name}: obtained {array.dtype}, expected float32"
-        for name, array in tokens.items()
-        if array.dtype != np.float32
-    ]
-    _raise_all(f"{path}", wrong or _token_mismatches(tokens))
-    return tokens
-
-
-def _npz_bytes(tokens: Mapping[str, np.ndarray]) -> bytes:
-    """Return an npz of float32 arrays, sorted, without the time of writing."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name in sorted(tokens):
-            member = io.BytesIO()
-            array = np.ascontiguousarray(tokens[name], dtype=np.float32)
-            np.lib.format.write_array(member, array, allow_pickle=False)
-            entry = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-            entry.create_system = 3
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, member.getvalue(), zipfile.ZIP_DEFLATED, 6)
-    return buffer.getvalue()
 
 
 def _flat(nested: Mapping, prefix: str = "") -> dict[str, str]:
@@ -361,9 +304,3 @@ def _change(old: Mapping[str, float], new: Mapping[str, float], name: str) -> st
     if not old.get(name) or name not in new:
         return ""
     return f" ({100 * (new[name] / old[name] - 1):+.2f} %)"
-
-
-def _raise_all(what: str, wrong: list[str], remedy: str = RENEW) -> None:
-    """Raise BaselineError with every mismatch, sorted; return when there is none."""
-    if wrong:
-        raise BaselineError("; ".join((f"{what}: {sorted(wrong)[0]}", *sorted(wrong)[1:], remedy)))

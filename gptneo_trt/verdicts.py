@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from gptneo_trt.data import Cell, PairedDifference, Speedup
+from gptneo_trt.data import Cell, PairedDifference
 
 AT_MOST, AT_LEAST = "at most", "at least"
 # Metrics that cannot be negative, by how their names begin; a KL rounds to -1e-7 at worst.
@@ -17,9 +17,6 @@ NON_NEGATIVE = ("kl_", "top1_", "perplexity", "true_prob_", "plan_", "latency_",
 ROUNDING = 1e-7
 NOT_MEASURED = "not measured"
 NO_BASELINE = "no baseline: write one with --update-baselines"
-# How far an A/A ratio may be from 1 although its interval excludes it: with many rounds the
-# interval gets narrower than anything that matters. The study gives ratios to 0.01.
-NOISE_FRAC = 0.005
 
 Key = tuple[str, str, str]
 
@@ -66,7 +63,7 @@ def judge_limit(
     elif obtained is None:
         verdict, reason = NOT_MEASURED, f"not measured: no value to hold against {limit}"
     else:
-        fault = _measurement_fault(metric, obtained)
+        fault = measurement_fault(metric, obtained)
         passed = not fault and limit.allows(obtained)
         verdict = "passed" if passed else "failed"
         reason = fault or f"obtained {obtained:.6g}, expected {limit}"
@@ -91,12 +88,12 @@ def judge_regression(
     obtained = None if paired is None or stored_mean is None else stored_mean + paired.mean
     if stored_mean is None:
         verdict, reason = "failed", NO_BASELINE
-    elif _tolerance_fault(tolerance):
-        verdict, reason = "failed", _tolerance_fault(tolerance)
+    elif tolerance_fault(tolerance):
+        verdict, reason = "failed", tolerance_fault(tolerance)
     elif paired is None:
         verdict, reason = NOT_MEASURED, "not measured: no paired values"
     else:
-        fault = _stored_fault(stored_mean) or _paired_fault(paired)
+        fault = stored_fault(stored_mean) or paired_fault(paired)
         verdict, reason = ("failed", fault) if fault else _paired_verdict(paired, tolerance)
     return Cell(variant, phase, metric, obtained, limit, stored_mean, verdict, reason)
 
@@ -117,7 +114,7 @@ def judge_stored(
     ``tolerance_abs``, the latter in the metric's unit. A missing baseline fails.
     """
     limit = f"stored +- max({100 * tolerance_frac:.6g} %, {tolerance_abs:.6g})"
-    fault = _tolerance_fault(tolerance_frac) or _tolerance_fault(tolerance_abs)
+    fault = tolerance_fault(tolerance_frac) or tolerance_fault(tolerance_abs)
     if stored is None:
         verdict, reason = "failed", NO_BASELINE
     elif fault or not math.isfinite(stored):
@@ -125,78 +122,12 @@ def judge_stored(
     elif obtained is None:
         verdict, reason = NOT_MEASURED, f"not measured: no value to hold against {stored:.6g}"
     else:
-        fault = _measurement_fault(metric, obtained)
+        fault = measurement_fault(metric, obtained)
         allowed = max(tolerance_frac * abs(stored), tolerance_abs)
         passed = not fault and abs(obtained - stored) <= allowed
         verdict = "passed" if passed else "failed"
         reason = fault or f"obtained {obtained:.6g}, expected {stored:.6g} +- {allowed:.6g}"
     return Cell(variant, phase, metric, obtained, limit, stored, verdict, reason)
-
-
-def judge_speedup(
-    variant: str,
-    phase: str,
-    metric: str,
-    obtained: Speedup | None,
-    stored: float | None,
-    tolerance_frac: float,
-    noise: Speedup | None,
-) -> Cell:
-    """Judge a time ratio, better when larger, against the stored one.
-
-    It must be at least stored * (1 - ``tolerance_frac``). Failed when its upper end is below,
-    passed when its lower end is not, inconclusive in between: more rounds are needed. Passed
-    with a note when its lower end is above stored * (1 + ``tolerance_frac``). Inconclusive,
-    whatever it is, when the A/A run ``noise`` is missing or shows a noisy machine: its interval
-    excludes 1 and its ratio is more than NOISE_FRAC away from it.
-    """
-    limit = f"stored - {100 * tolerance_frac:.6g} %"
-    if stored is None:
-        verdict, reason = "failed", NO_BASELINE
-    elif fault := _worst_ratio_fault(stored, tolerance_frac):
-        verdict, reason = "failed", fault
-    elif obtained is None:
-        verdict, reason = NOT_MEASURED, f"not measured: no ratio to hold against {stored:.6g}"
-    elif fault := _ratio_fault(obtained) or (_ratio_fault(noise) if noise else ""):
-        verdict, reason = "failed", fault
-    elif fault := _noise_fault(noise):
-        verdict, reason = "inconclusive", f"{fault}; obtained {_ratio_text(obtained)}"
-    else:
-        verdict, reason = _ratio_verdict(obtained, stored, tolerance_frac)
-    ratio = None if obtained is None else obtained.ratio
-    return Cell(variant, phase, metric, ratio, limit, stored, verdict, reason)
-
-
-def judge_excess(
-    variant: str,
-    phase: str,
-    metric: str,
-    paired: PairedDifference | None,
-    recipe_mean_nats: float | None,
-    tolerance_frac: float,
-    tolerance_abs: float,
-) -> Cell:
-    """Judge the engine excess: the engine's mean KL minus the interpreter's, paired a token.
-
-    Passed when |excess| is at most the larger of tolerance_frac * ``recipe_mean_nats``, what the
-    interpreter loses, and ``tolerance_abs`` nats, or when ``paired.lower`` to ``paired.upper``
-    contains zero (for a 95 % interval each bound needs a confidence of 0.975). Failed otherwise:
-    the network that both evaluate loses less, or more, than TensorRT's plan of it.
-    """
-    limit = f"+- max({100 * tolerance_frac:.6g} % of the recipe loss, {tolerance_abs:.6g})"
-    fault = _tolerance_fault(tolerance_frac) or _tolerance_fault(tolerance_abs)
-    if fault:
-        verdict, reason = "failed", fault
-    elif paired is None or recipe_mean_nats is None:
-        missing = "paired values" if paired is None else "recipe loss"
-        verdict, reason = NOT_MEASURED, f"not measured: no {missing}"
-    elif fault := _excess_fault(paired, recipe_mean_nats):
-        verdict, reason = "failed", fault
-    else:
-        allowed = max(tolerance_frac * recipe_mean_nats, tolerance_abs)
-        verdict, reason = _excess_verdict(paired, recipe_mean_nats, allowed)
-    obtained = None if paired is None else paired.mean
-    return Cell(variant, phase, metric, obtained, limit, None, verdict, reason)
 
 
 def coverage(expected: Collection[Key], cells: Iterable[Cell]) -> tuple[set[Key], set[Key]]:
@@ -261,7 +192,7 @@ def _limit_fault(metric: str, limit: Bound) -> str:
     return ""
 
 
-def _measurement_fault(metric: str, obtained: float) -> str:
+def measurement_fault(metric: str, obtained: float) -> str:
     """Return why a value cannot be a measurement of this metric, or ""."""
     if not math.isfinite(obtained):
         return f"non-finite measurement: obtained {obtained}, expected a finite number"
@@ -270,7 +201,7 @@ def _measurement_fault(metric: str, obtained: float) -> str:
     return ""
 
 
-def _tolerance_fault(tolerance: float) -> str:
+def tolerance_fault(tolerance: float) -> str:
     """Return why a number cannot be a tolerance, or ""."""
     if not math.isfinite(tolerance):
         return f"non-finite limit: obtained tolerance {tolerance}, expected a finite number"
@@ -279,14 +210,14 @@ def _tolerance_fault(tolerance: float) -> str:
     return ""
 
 
-def _stored_fault(stored: float) -> str:
+def stored_fault(stored: float) -> str:
     """Return why a stored value cannot be a baseline, or ""."""
     if not math.isfinite(stored):
         return f"non-finite baseline: stored {stored}, expected a finite number"
     return ""
 
 
-def _paired_fault(paired: PairedDifference) -> str:
+def paired_fault(paired: PairedDifference) -> str:
     """Return why a paired difference cannot be judged, or ""."""
     figures = (paired.lower, paired.mean, paired.upper, paired.minimum_detectable)
     if not all(math.isfinite(figure) for figure in figures):
@@ -310,87 +241,3 @@ def _paired_verdict(paired: PairedDifference, tolerance: float) -> tuple[str, st
     if paired.upper <= tolerance:
         return "passed", reason
     return "inconclusive", f"too few tokens to decide: {reason}"
-
-
-def _worst_ratio_fault(stored: float, tolerance_frac: float) -> str:
-    """Return why stored * (1 - tolerance) cannot be the least ratio of times, or ""."""
-    fault = _tolerance_fault(tolerance_frac) or _stored_fault(stored)
-    if fault or stored * (1 - tolerance_frac) > 0:
-        return fault
-    return (
-        f"nonsensical limit: obtained stored ratio {stored:.6g} - {100 * tolerance_frac:.6g} %, "
-        "expected above 0"
-    )
-
-
-def _ratio_text(speedup: Speedup) -> str:
-    """Return ``1.1 (1.09 to 1.11 at 95 %, 30 rounds)``."""
-    return (
-        f"{speedup.ratio:.4g} ({speedup.lower:.4g} to {speedup.upper:.4g} at "
-        f"{100 * speedup.confidence:g} %, {speedup.rounds} rounds)"
-    )
-
-
-def _ratio_fault(speedup: Speedup) -> str:
-    """Return why a ratio of times cannot be judged, or ""."""
-    if not all(math.isfinite(each) for each in (speedup.lower, speedup.ratio, speedup.upper)):
-        return f"non-finite measurement: obtained {_ratio_text(speedup)}, expected finite numbers"
-    if not 0 < speedup.lower <= speedup.ratio <= speedup.upper:
-        return (
-            f"nonsensical measurement: obtained {_ratio_text(speedup)}, expected a ratio within "
-            "bounds above 0"
-        )
-    return ""
-
-
-def _noise_fault(noise: Speedup | None) -> str:
-    """Return why the A/A run lets no ratio be judged, or ""."""
-    if noise is None:
-        return "no A/A run says how noisy the machine is"
-    if noise.lower <= 1 <= noise.upper or abs(noise.ratio - 1) <= NOISE_FRAC:
-        return ""
-    return (
-        f"the machine is too noisy: A/A gave {_ratio_text(noise)}, expected 1 within the bounds or "
-        f"a ratio within 1 +- {NOISE_FRAC:g}"
-    )
-
-
-def _ratio_verdict(obtained: Speedup, stored: float, tolerance_frac: float) -> tuple[str, str]:
-    """Return the verdict on a finite ratio, and its reason."""
-    worst = stored * (1 - tolerance_frac)
-    reason = (
-        f"obtained {_ratio_text(obtained)}, expected at least {worst:.4g}, stored {stored:.4g} "
-        f"- {100 * tolerance_frac:g} %"
-    )
-    if obtained.upper < worst:
-        return "failed", f"slower than the baseline: {reason}"
-    if obtained.lower > stored * (1 + tolerance_frac):
-        return "passed", f"faster than the baseline: update it: {reason}"
-    if obtained.lower >= worst:
-        return "passed", reason
-    return "inconclusive", f"too few rounds to decide: {reason}"
-
-
-def _excess_fault(paired: PairedDifference, recipe_mean_nats: float) -> str:
-    """Return why an engine excess cannot be judged, or ""; the recipe loss is a mean KL."""
-    fault = _measurement_fault("kl_mean_nats", recipe_mean_nats)
-    return f"{fault} for the recipe loss" if fault else _paired_fault(paired)
-
-
-def _excess_verdict(
-    paired: PairedDifference, recipe_mean_nats: float, allowed: float
-) -> tuple[str, str]:
-    """Return the verdict on a finite engine excess, and its reason."""
-    reason = (
-        f"engine excess {paired.mean:+.3g} ({paired.lower:+.3g} to {paired.upper:+.3g}, each bound "
-        f"at {100 * paired.confidence:g} %, {paired.texts} texts), expected 0 +- {allowed:.3g} or "
-        f"bounds around 0; the recipe loses {recipe_mean_nats:.3g}; minimum detectable effect "
-        f"{paired.minimum_detectable:.3g}"
-    )
-    if abs(paired.mean) <= allowed or paired.lower <= 0 <= paired.upper:
-        return "passed", reason
-    direction = "more" if paired.mean > 0 else "less"
-    return "failed", (
-        f"the engine loses {direction} than its recipe: TensorRT is to blame, not the recipe: "
-        f"{reason}"
-    )

@@ -6,9 +6,10 @@ import pytest
 
 from gptneo_trt import metrics
 from gptneo_trt.data import Cell
+from gptneo_trt.engine_verdicts import judge_excess
 from gptneo_trt.network import PHASES
 from gptneo_trt.paired import paired_difference
-from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_excess, judge_limit, not_measured
+from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit, not_measured
 from tests.gate import limits
 from tests.gate.measure import distribution
 from tests.gate.run import EXCESS_CONFIDENCE

@@ -294,7 +294,8 @@ class NotInstalled:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, NotInstalled())
-import gptneo_trt.baselines, gptneo_trt.metrics, gptneo_trt.paired, gptneo_trt.verdicts
+import gptneo_trt.baselines, gptneo_trt.engine_verdicts, gptneo_trt.metrics, gptneo_trt.paired
+import gptneo_trt.report, gptneo_trt.verdicts
 """
     root = Path(metrics.__file__).parents[1]
 
