@@ -20,8 +20,8 @@ HEADINGS = (
     ("x floor", 8),
     ("top-1", 7),
     ("perplexity", 11),
-    ("plan MiB", 15),
-    ("build s", 10),
+    ("plan MiB", 17),
+    ("build s", 12),
     ("verdict", 0),
 )
 LEGEND = (
