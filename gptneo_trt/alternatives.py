@@ -163,7 +163,8 @@ def captured(function: Callable[[], object], device: Device) -> Callable[[], Non
                 for _ in range(WARMUPS):
                     function()
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
+            # The outer one puts the caller's stream back: a failed capture leaves its own behind.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 function()
         except RuntimeError as error:
             raise RunError(f"CUDA graph of {name}: warm-up or capture failed: {error}") from error

@@ -112,7 +112,7 @@ def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarra
         feeds = {"token_ids": group, "position_ids": positions.expand_as(group)}
         outputs = executor.run(feeds)
         rows = [_stack(outputs, part, architecture.num_layers) for part in PARTS]
-        parts.append([part.cpu() for part in (outputs["logits"][:, 0], *rows)])
+        parts.append([part.to("cpu", copy=True) for part in (outputs["logits"][:, 0], *rows)])
     return Decoded(*(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
 
 
@@ -175,7 +175,16 @@ class DecodeLoop:
         self._position.add_(1)
 
     def start(self, tokens: torch.Tensor) -> None:
-        """Forget everything, and take int32 [N, 1, T] as the texts to decode, T up to steps."""
+        """Forget everything, and take int32 [N, 1, T] as the texts to decode.
+
+        Raises:
+            RunError: T is more than the steps there is room for.
+        """
+        if tokens.shape[-1] > self._tokens.shape[-1]:
+            raise RunError(
+                f"variant {self._executor.variant.name}, decode: {tokens.shape[-1]} tokens, room "
+                f"for {self._tokens.shape[-1]}; make a longer loop"
+            )
         self._last = tokens.shape[-1]
         self._tokens[..., : self._last].copy_(tokens)
         self.cache.zero_()
@@ -183,7 +192,16 @@ class DecodeLoop:
         self.seek(0)
 
     def seek(self, position: int) -> None:
-        """Put the next step at a position; cache and logits stay."""
+        """Put the next step at a position; cache and logits stay.
+
+        Raises:
+            RunError: the text has no such position.
+        """
+        if not 0 <= position < self._last:
+            raise RunError(
+                f"variant {self._executor.variant.name}, decode: position {position}, expected 0 "
+                f"to {self._last - 1}"
+            )
         self._position.fill_(position)
         self._next = position
 

@@ -67,7 +67,6 @@ class Engine:
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stream = torch.cuda.Stream(self.device)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def _read_ports(self, input_mode: object) -> dict[str, _Port]:
         engine, ports = self.loaded.engine, {}
@@ -104,7 +103,8 @@ class Engine:
             RunError: inputs or outputs that do not fit, all in one message, before anything runs;
                 or TensorRT refuses a shape, an address or the run.
         """
-        length = feeds["token_ids"].shape[-1] if "token_ids" in feeds else 0
+        ids = feeds.get("token_ids")
+        length = ids.shape[-1] if ids is not None and ids.ndim else 0
         given = dict(into or {})
         self._check(feeds, given, length)
         outputs = {}
@@ -192,9 +192,9 @@ class Engine:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            # The outer one puts the caller's stream back: a failed capture leaves its own behind.
+            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, stream=self._stream):
                 function()
         except RuntimeError as error:
             raise RunError(f"{self._title}: CUDA graph capture failed: {error}") from error
-        self._graphs.append(graph)
         return graph.replay

@@ -56,6 +56,7 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         "flavour": backend.flavour,
         "version": backend.version,
         "capabilities": job["capabilities"],
+        "gpu": job["runs_on"],
         "bytes": len(plan),
         "sha256": hashlib.sha256(plan).hexdigest(),
         "build_s": round(time.perf_counter() - started, 3),

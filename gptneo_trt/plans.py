@@ -169,6 +169,7 @@ def _build(request: PlanRequest, cache: Path, plan_path: Path, timeout_s: float)
         "weights": str(_stored_weights(request.checkpoint, cache)),
         "plan": str(plan_path),
         "side_car": str(side_car),
+        "runs_on": request.gpu,
         "kernels": str(_kernels(plan_path, request) or ""),
     }
     with tempfile.TemporaryDirectory(dir=cache) as folder:

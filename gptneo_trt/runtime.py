@@ -80,10 +80,11 @@ def _refused(backend: Backend, plan: Path, call: str, log: Log) -> str:
 
 
 def _builder(plan: Path) -> str:
-    """Return the flavour and version that a plan's side-car names."""
+    """Return the flavour, version and GPU that a plan's side-car names."""
     try:
         record = json.loads(plan.with_suffix(".json").read_text(encoding="utf-8"))
-        return f"{record['flavour']}-{record['version']}"
+        gpu = record.get("gpu") or "no GPU in particular"
+        return f"{record['flavour']}-{record['version']} for {gpu}"
     except (OSError, ValueError, KeyError, TypeError):
         return "an unknown TensorRT (no readable side-car)"
 

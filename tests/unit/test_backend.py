@@ -9,12 +9,16 @@ import pytest
 from gptneo_trt.backend import (
     FLAVOURS,
     Backend,
+    add_attention,
     backend_named,
     create_config,
+    create_context,
     create_network,
     log_collector,
 )
-from gptneo_trt.errors import BuildError
+from gptneo_trt.errors import BuildError, RunError
+
+KERNELS = b"compiled for this GPU"
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +135,115 @@ def test_log_lines_are_echoed_as_they_come(backend):
     collector.logger.log(backend.trt.ILogger.INFO, "chatter")
     assert collector.echo.getvalue() == "[ERROR] last words\n"
     assert collector.lines == ["[WARNING] before", "[ERROR] last words"]
+
+
+class RuntimeCache:
+    """An ``IRuntimeCache`` that takes the kernels of this GPU and no others."""
+
+    def deserialize(self, content):
+        """Return whether the kernels are this GPU's."""
+        return content == KERNELS
+
+    def serialize(self):
+        """Return what was compiled, in a buffer."""
+        return memoryview(KERNELS)
+
+
+def rtx_engine(context="a context", accepts=True):
+    """Return an ``ICudaEngine`` of TensorRT-RTX that keeps its runtime config and its calls."""
+    calls = []
+    config = SimpleNamespace(
+        create_runtime_cache=RuntimeCache,
+        set_runtime_cache=lambda cache: calls.append(cache) or accepts,
+    )
+
+    def create_execution_context(config):
+        calls.append(config)
+        return context
+
+    return SimpleNamespace(
+        calls=calls,
+        config=config,
+        create_runtime_config=lambda: config,
+        create_execution_context=create_execution_context,
+    )
+
+
+def test_tensorrt_rtx_compiles_every_kernel_before_it_runs(backend):
+    """A context is made from a config that asks for eager kernels and holds a runtime cache."""
+    engine = rtx_engine()
+    context, compiled = create_context(backend, engine)
+    strategies = backend.trt.DynamicShapesKernelSpecializationStrategy
+    assert engine.config.dynamic_shapes_kernel_specialization_strategy == strategies.EAGER
+    cache, config = engine.calls
+    assert isinstance(cache, RuntimeCache)
+    assert config is engine.config
+    assert (context, compiled) == ("a context", KERNELS)
+    assert type(compiled) is bytes
+
+
+@pytest.mark.parametrize(
+    ("known", "kept"), [(KERNELS, None), (b"garbage", KERNELS), (b"", KERNELS)]
+)
+def test_R06_known_kernels_are_not_kept_again_and_foreign_ones_are_replaced(backend, known, kept):
+    """Kernels that TensorRT takes are not given back; what it refuses is compiled anew."""
+    assert create_context(backend, rtx_engine(), known) == ("a context", kept)
+
+
+def test_N06_no_context_gives_no_kernels(backend):
+    """Without a context nothing was compiled: there is nothing to keep."""
+    assert create_context(backend, rtx_engine(context=None)) == (None, None)
+
+
+def test_a_runtime_cache_that_is_refused_is_an_error(backend):
+    """False from ``set_runtime_cache`` is not passed over, and no context is made after it."""
+    engine = rtx_engine(accepts=False)
+    with pytest.raises(RunError, match=f"{backend.target}: set_runtime_cache returned False"):
+        create_context(backend, engine)
+    assert len(engine.calls) == 1
+
+
+def test_tensorrt_creates_a_context_and_nothing_else():
+    """TensorRT has no runtime cache: a context is asked for plainly, and kernels are ignored."""
+    full = Backend("tensorrt", "11.4.0.106", SimpleNamespace())
+    engine = SimpleNamespace(create_execution_context=lambda: "a context")
+    assert create_context(full, engine) == ("a context", None)
+    assert create_context(full, engine, KERNELS) == ("a context", None)
+
+
+def test_attention_is_added_without_the_causal_flag(backend):
+    """The newer method gets the kind "none": GPT-Neo's mask and the flag exclude each other."""
+    network = SimpleNamespace(add_attention_v2=lambda *arguments: arguments)
+    softmax, none = backend.trt.AttentionNormalizationOp.SOFTMAX, backend.trt.CausalMaskKind.NONE
+    assert add_attention(backend, network, "q", "k", "v") == ("q", "k", "v", softmax, none)
+
+
+def test_attention_falls_back_to_the_older_method(backend):
+    """Where ``add_attention_v2`` is absent, as in TensorRT-RTX 1.4, the older method gets False."""
+    softmax = backend.trt.AttentionNormalizationOp.SOFTMAX
+    trt = SimpleNamespace(AttentionNormalizationOp=SimpleNamespace(SOFTMAX=softmax))
+    older = Backend("tensorrt_rtx", "1.4.0.76", trt)
+    network = SimpleNamespace(add_attention=lambda *arguments: arguments)
+    assert add_attention(older, network, "q", "k", "v") == ("q", "k", "v", softmax, False)
+
+
+def test_both_methods_add_the_same_attention(backend, builder):
+    """The older method without the flag gives the layer that the newer one gives."""
+    shape = (1, 2, 4, 16)
+
+    def added(hidden=()):
+        network = create_network(backend, builder.builder)
+        tensors = [network.add_input(name, backend.trt.DataType.HALF, shape) for name in "qkv"]
+        methods = {name: getattr(network, name) for name in ("add_attention", "add_attention_v2")}
+        kept = {name: method for name, method in methods.items() if name not in hidden}
+        layer = add_attention(backend, SimpleNamespace(**kept), *tensors)
+        return layer.causal_kind, layer.norm_op, tuple(layer.get_output(0).shape)
+
+    assert added() == added(hidden=("add_attention_v2",))
+    assert added()[0] == backend.trt.CausalMaskKind.NONE
+
+
+@pytest.mark.parametrize(("flavour", "bound"), [("tensorrt", True), ("tensorrt_rtx", False)])
+def test_plans_of_tensorrt_are_for_the_gpu_at_hand(backend, flavour, bound):
+    """TensorRT's plans are for the GPU that built them, TensorRT-RTX's for any."""
+    assert Backend(flavour, "1", backend.trt).builds_for_gpu_at_hand is bound

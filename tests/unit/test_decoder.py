@@ -386,3 +386,147 @@ def test_texts_go_in_groups(executor, t0, phase):
     expected = decode(executor(t0, "fp32", phase), t0.architecture, tokens)
     for name, array in vars(obtained).items():
         np.testing.assert_allclose(array, getattr(expected, name), atol=1e-4, rtol=0)
+
+
+# The loop
+
+
+@pytest.fixture
+def loop_of(executor, t0):
+    """Return a function that makes a loop of T0 in float16 for one text of so many steps."""
+    return lambda steps=8: decoder.DecodeLoop(
+        executor(t0, "fp16", "decode", 8), t0.architecture, 1, steps
+    )
+
+
+def steps(loop, tokens):
+    """Decode tokens [T] from the start and return a copy of what came out."""
+    loop.start(torch.from_numpy(tokens)[None, None])
+    for _ in tokens:
+        loop.step()
+    return loop.decoded()
+
+
+def same(obtained, expected):
+    """Return whether logits, K and V are bitwise the same."""
+    return all(
+        vars(obtained)[name].tobytes() == each.tobytes() for name, each in vars(expected).items()
+    )
+
+
+@pytest.mark.parametrize("left", [0.0, np.nan, 6e4])
+def test_R02_start_forgets_whatever_is_in_the_cache(loop_of, left):
+    """A short text after a long one, with any value in every row, gives what it gives alone."""
+    alone = steps(loop_of(), TOKENS[0, :3])
+    loop = loop_of()
+    steps(loop, TOKENS[1, :8])
+    loop.cache.fill_(left)
+    loop.logits.fill_(left)
+    assert same(steps(loop, TOKENS[0, :3]), alone)
+    assert alone.logits.shape == (1, 3, 64)
+
+
+def test_R02_a_nan_in_a_valid_row_is_seen(loop_of):
+    """The check above can fail: NaN in a row before the position reaches logits, K and V."""
+    loop = loop_of()
+    steps(loop, TOKENS[0, :8])
+    loop.seek(3)
+    loop.cache[..., 2, :] = torch.nan
+    loop.step()
+    assert torch.isnan(loop.logits[0, 3]).all()
+    assert torch.isnan(loop.cache[1, :, ..., 3, :]).all()
+
+
+def test_there_are_no_logits_where_no_step_has_been(loop_of):
+    """Rows of steps that are still to come hold NaN, which no comparison passes."""
+    loop = loop_of()
+    steps(loop, TOKENS[1, :8])
+    loop.start(torch.from_numpy(TOKENS[0, :5])[None, None])
+    loop.step()
+    loop.step()
+    assert torch.isfinite(loop.logits[:, :2]).all()
+    assert torch.isnan(loop.logits[:, 2:]).all()
+    assert {name: each.shape for name, each in vars(loop.decoded()).items()} == {
+        "logits": (1, 2, 64),
+        "keys": (1, 2, 2, 2, 16),
+        "values": (1, 2, 2, 2, 16),
+    }
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_R03_a_step_beyond_the_text_is_refused(loop_of, length):
+    """After the last token nothing more is decoded, however much room there is."""
+    loop, tokens = loop_of(), TOKENS[0, :length]
+    before = steps(loop, tokens)
+    with pytest.raises(
+        RunError, match=f"variant fp16, decode: all {length} steps are done; start again"
+    ):
+        loop.step()
+    assert same(loop.decoded(), before)
+    assert same(steps(loop, tokens), before)
+
+
+@pytest.mark.parametrize("wanted", [0, 9])
+def test_R03_a_loop_longer_than_the_cache_is_refused(loop_of, wanted):
+    """As many steps as the cache has rows fit, one more does not, and none is no loop."""
+    with pytest.raises(
+        RunError, match=f"variant fp16, decode: {wanted} steps, expected 1 to 8; build with a la"
+    ):
+        loop_of(wanted)
+
+
+def test_a_loop_needs_a_decode_network(executor, t0):
+    """A prefill network has no cache to step through."""
+    with pytest.raises(RunError, match="phase 'prefill', expected 'decode'"):
+        decoder.DecodeLoop(executor(t0), t0.architecture, 1, 8)
+
+
+@pytest.mark.parametrize("room", [3, 5, 8])
+def test_a_text_may_be_shorter_than_the_room_for_it(loop_of, room):
+    """The room for steps does not change what a text gives."""
+    assert same(steps(loop_of(room), TOKENS[0, :3]), steps(loop_of(8), TOKENS[0, :3]))
+
+
+def test_seek_repeats_a_step_with_the_cache_as_it_is(loop_of):
+    """Position, token and rows are those of the first time, so that a step can be timed again."""
+    loop = loop_of()
+    expected = steps(loop, TOKENS[0, :8])
+    for position in (6, 2, 7):
+        loop.seek(position)
+        assert loop.feeds["position_ids"].item() == position
+        loop.logits.fill_(torch.nan)
+        loop.step()
+        assert loop.logits[0, position].numpy().tobytes() == expected.logits[0, position].tobytes()
+    assert same(replace(loop.decoded(), logits=expected.logits), expected)
+
+
+def test_a_step_leaves_every_tensor_where_it_is(loop_of):
+    """Inputs, cache and logits keep their addresses: a captured step can be replayed."""
+    loop = loop_of()
+    tensors = [*loop.feeds.values(), loop.cache, loop.logits]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    steps(loop, TOKENS[0, :8])
+    assert [
+        tensor.data_ptr() for tensor in (*loop.feeds.values(), loop.cache, loop.logits)
+    ] == addresses
+
+
+class Repeating(Narrow):
+    """Call a step a few times before it is repeated, as an engine that captures it does."""
+
+    def repeat(self, function):
+        """Call, and return the function."""
+        for _ in range(3):
+            function()
+        return function
+
+
+def test_R02_steps_of_a_capture_leave_nothing_behind(executor, loop_of, t0):
+    """What a step did before it could be repeated is forgotten, also without ``start``."""
+    loop = decoder.DecodeLoop(
+        Repeating(executor(t0, "fp16", "decode", 8), 1), t0.architecture, 1, 8
+    )
+    assert torch.isnan(loop.logits).all()
+    assert not loop.cache.any()
+    assert loop.feeds["position_ids"].item() == 0
+    assert same(steps(loop, TOKENS[0, :3]), steps(loop_of(), TOKENS[0, :3]))

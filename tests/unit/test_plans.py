@@ -288,6 +288,7 @@ def job(tmp_path, request_of):
         "plan": str(tmp_path / "x.plan"),
         "side_car": str(tmp_path / "x.json"),
         "kernels": "",
+        "runs_on": "",
     }
 
 

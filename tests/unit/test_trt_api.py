@@ -1,4 +1,5 @@
-"""Every TensorRT name that the library uses exists in every version that it runs on.
+"""Every TensorRT name that the library uses exists in every version that it runs on, and what
+differs between the flavours stays in one module.
 
 The names are read off the library's source, and looked up in ``fixtures/trt_api.json``. Where a
 name alone does not say what it holds, one of the tables below does.
@@ -11,31 +12,53 @@ from pathlib import Path
 import pytest
 
 import gptneo_trt
+from gptneo_trt.backend import FLAVOURS
 
 ROOT = Path(__file__).parents[2]
 API = json.loads((ROOT / "fixtures" / "trt_api.json").read_text())
 VERSIONS = sorted(API.keys() - {"source"})
 SOURCES = (
     "backend.py",
+    "engine.py",
     "inspection.py",
     "interpreter.py",
     "layers.py",
     "network.py",
     "operators.py",
     "plan_worker.py",
+    "runtime.py",
 )
-# TensorRT-RTX alone has these; backend.create_config asks for the flavour first.
+# TensorRT-RTX alone has these; create_config and create_context ask for the flavour first.
 GUARDED = {
     ("backend.py", "ComputeCapability", ""),
+    ("backend.py", "DynamicShapesKernelSpecializationStrategy", ""),
+    ("backend.py", "DynamicShapesKernelSpecializationStrategy", "EAGER"),
     ("backend.py", "IBuilderConfig", "num_compute_capabilities"),
     ("backend.py", "IBuilderConfig", "set_compute_capability"),
+    ("backend.py", "IRuntimeCache", "deserialize"),
+    ("backend.py", "IRuntimeCache", "serialize"),
+    ("backend.py", "IRuntimeConfig", "create_runtime_cache"),
+    ("backend.py", "IRuntimeConfig", "dynamic_shapes_kernel_specialization_strategy"),
+    ("backend.py", "IRuntimeConfig", "set_runtime_cache"),
 }
+# Rows of tables that name the flavour they are of.
+ROWS = ("KnownFailure", "Target")
 THE_MODULE, VALUE, OTHER = "the module", "a value of an enumeration", "not TensorRT's"
-MODULE_TEXTS = ("backend.trt", "graph.backend.trt", "network.backend.trt", "self.backend.trt")
+MODULE_TEXTS = (
+    "backend.trt",
+    "graph.backend.trt",
+    "network.backend.trt",
+    "request.backend.trt",
+    "self.backend.trt",
+)
 EXPRESSIONS = {
     "self.trt": THE_MODULE,
     **dict.fromkeys(MODULE_TEXTS, THE_MODULE),
+    "backends.add_attention": "IAttention",
     "graph.network": "INetworkDefinition",
+    "loaded.engine": "ICudaEngine",
+    "self._context": "IExecutionContext",
+    "self.loaded.engine": "ICudaEngine",
     "network.builder": "Builder",
     "network.definition": "INetworkDefinition",
 }
@@ -46,6 +69,11 @@ VARIABLES = {
     ("", "", "builder"): "Builder",
     ("", "", "config"): "IBuilderConfig",
     ("", "", "definition"): "INetworkDefinition",
+    ("backend.py", "__init__", "logger"): OTHER,
+    ("backend.py", "_logger", "interface"): "ILogger",
+    ("backend.py", "add_attention", "network"): "INetworkDefinition",
+    ("backend.py", "create_context", "engine"): "ICudaEngine",
+    ("backend.py", "log", "interface"): "ILogger",
     ("backend.py", "log", "severity"): VALUE,
     ("inspection.py", "", "types"): "DataType",
     ("inspection.py", "", "source"): "ILayer",
@@ -56,6 +84,7 @@ VARIABLES = {
     ("layers.py", "", "tensor"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
     ("operators.py", "_scale_shape", "layer"): "IQuantizeLayer",
+    ("runtime.py", "fp8_modules_of", "layer"): OTHER,
 }
 # Method or property -> what it gives.
 GIVES = {
@@ -74,8 +103,13 @@ GIVES = {
     "add_shuffle": "IShuffleLayer",
     "attention": "IAttention",
     "create_builder_config": "IBuilderConfig",
+    "create_engine_inspector": "EngineInspector",
+    "create_execution_context": "IExecutionContext",
     "create_network": "INetworkDefinition",
     "create_optimization_profile": "IOptimizationProfile",
+    "create_runtime_cache": "IRuntimeCache",
+    "create_runtime_config": "IRuntimeConfig",
+    "deserialize_cuda_engine": "ICudaEngine",
     "dtype": VALUE,
     "get_input": "ITensor",
     "get_layer": "ILayer",
@@ -256,7 +290,7 @@ def test_no_other_module_holds_the_tensorrt_module():
         ("layers.py", ("IShuffleLayer", "second_transpose")),
         ("layers.py", ("IAttention", "mask")),
         ("layers.py", ("IAttention", "decomposable")),
-        ("layers.py", ("INetworkDefinition", "add_attention_v2")),
+        ("layers.py", ("INetworkDefinition", "add_matrix_multiply")),
         ("layers.py", ("ElementWiseOperation", "SUM")),
         ("layers.py", ("ActivationType", "GELU_TANH")),
         ("network.py", ("INetworkDefinition", "add_input")),
@@ -277,6 +311,20 @@ def test_no_other_module_holds_the_tensorrt_module():
         ("interpreter.py", ("INetworkDefinition", "num_outputs")),
         ("interpreter.py", ("ITensor", "dtype")),
         ("backend.py", ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")),
+        ("backend.py", ("INetworkDefinition", "add_attention_v2")),
+        ("backend.py", ("INetworkDefinition", "add_attention")),
+        ("backend.py", ("ICudaEngine", "create_execution_context")),
+        ("backend.py", ("ICudaEngine", "create_runtime_config")),
+        ("runtime.py", ("Runtime", "deserialize_cuda_engine")),
+        ("runtime.py", ("ICudaEngine", "create_engine_inspector")),
+        ("runtime.py", ("EngineInspector", "get_engine_information")),
+        ("runtime.py", ("LayerInformationFormat", "JSON")),
+        ("engine.py", ("TensorIOMode", "INPUT")),
+        ("engine.py", ("ICudaEngine", "num_io_tensors")),
+        ("engine.py", ("ICudaEngine", "get_tensor_mode")),
+        ("engine.py", ("IExecutionContext", "set_input_shape")),
+        ("engine.py", ("IExecutionContext", "set_tensor_address")),
+        ("engine.py", ("IExecutionContext", "execute_async_v3")),
     ],
     ids=lambda value: value if isinstance(value, str) else ".".join(filter(None, value)),
 )
@@ -329,6 +377,46 @@ def test_an_object_of_unknown_class_is_reported(line, remedy):
     scan = Scan("layers.py", f"def add(layer: Any, thing: Any):\n    {line}\n")
 
     assert [remedy in each for each in scan.unknown] == [True]
+
+
+def flavours_decided_on(source):
+    """Return the lines that hold a flavour's name, but for rows and top-level tuples of names."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    rows = [call for call in calls if ast.unparse(call.func) in ROWS]
+    data = [value for row in rows for value in (*row.args, *(k.value for k in row.keywords))]
+    lists = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    data += [name for each in lists if isinstance(each, ast.Tuple) for name in each.elts]
+    names = [node for node in nodes if isinstance(node, ast.Constant) and node.value in FLAVOURS]
+    return sorted(node.lineno for node in names if node not in data)
+
+
+def test_flavours_are_told_apart_in_one_module():
+    """Only backend.py holds the name of a flavour other than as data, so only it can decide."""
+    paths = Path(gptneo_trt.__file__).parent.glob("*.py")
+
+    found = {path.name: flavours_decided_on(path.read_text()) for path in paths}
+
+    assert found.pop("backend.py")
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "known = backend.flavour == 'tensorrt'",
+        "known = backend.flavour in ('openvino', 'tensorrt_rtx')",
+        "known = {'tensorrt': 1}[backend.flavour]",
+        "known = backend.target.startswith('tensorrt_rtx')",
+        "row = Target('h200', 'H200', 'tensorrt' if full else 'tensorrt_rtx')",
+    ],
+)
+def test_a_decision_by_flavour_is_found(line):
+    """Comparing, looking up and choosing by a flavour's name are seen; data are not."""
+    data = "PACKAGES = ('tensorrt', 'torch')\nrow = Target('h200', 'H200', 'tensorrt_rtx')\n"
+    assert flavours_decided_on(data) == []
+    assert set(flavours_decided_on(data + line)) == {3}
 
 
 def test_the_table_is_the_installed_version(backend):
