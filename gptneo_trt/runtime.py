@@ -83,8 +83,8 @@ def _builder(plan: Path) -> str:
     """Return the flavour, version and GPU that a plan's side-car names."""
     try:
         record = json.loads(plan.with_suffix(".json").read_text(encoding="utf-8"))
-        gpu = record.get("gpu") or "no GPU in particular"
-        return f"{record['flavour']}-{record['version']} for {gpu}"
+        built_by = f"{record['flavour']}-{record['version']}"
+        return f"{built_by} for {record['gpu']}" if record["gpu"] else built_by
     except (OSError, ValueError, KeyError, TypeError):
         return "an unknown TensorRT (no readable side-car)"
 

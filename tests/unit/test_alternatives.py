@@ -176,7 +176,7 @@ def test_R05_capture_follows_the_warm_up(stub_cuda):
     """Warm-ups run on a side stream, ordered with the current one, before one captured call."""
     replay = alternatives.captured(lambda: stub_cuda.append("run"), "cuda")
     warm_up = ["enter side", *["run"] * alternatives.WARMUPS, "leave"]
-    capture = ["enter StubGraph", "run", "leave"]
+    capture = ["enter current", "enter StubGraph", "run", "leave", "leave"]
     order = ["side waits for current", *warm_up, "current waits for side", *capture]
     assert stub_cuda == ["enter device", *order, "leave"]
     assert isinstance(replay.__self__, StubGraph)

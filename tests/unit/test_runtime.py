@@ -90,7 +90,8 @@ def plan(tmp_path):
     """Return a plan, with a side-car, that only the stub loads."""
     path = tmp_path / "some.plan"
     path.write_bytes(b"a plan")
-    path.with_suffix(".json").write_text('{"flavour": "tensorrt", "version": "11.1.0.106"}')
+    record = {"flavour": "tensorrt", "version": "11.1.0.106", "gpu": "NVIDIA B300"}
+    path.with_suffix(".json").write_text(json.dumps(record))
     return path
 
 
@@ -126,7 +127,7 @@ def test_N06_a_refusal_says_what_was_built_by_what_and_runs_on_what(stub, rtx, p
     with pytest.raises(RunError) as caught:
         load(rtx, plan)
     assert str(caught.value) == (
-        f"plan some.plan, built by tensorrt-11.1.0.106: {REFUSALS[refused]} of "
+        f"plan some.plan, built by tensorrt-11.1.0.106 for NVIDIA B300: {REFUSALS[refused]} of "
         "tensorrt_rtx-1.6.1.120 returned None; build it again with the TensorRT and for the GPU "
         f"that run it\n  TensorRT: {SAID}"
     )
