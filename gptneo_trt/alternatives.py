@@ -119,8 +119,8 @@ class WeightsRead:
         self.destination[:READ_SAMPLE].zero_()
 
     def step(self) -> None:
-        """Launch the copy."""
-        self.destination.copy_(self.source)
+        """Launch the copy, as a kernel: a graph's memcpy reaches two thirds of its bandwidth."""
+        torch.add(self.source, 0, out=self.destination)
 
     def outputs(self) -> np.ndarray:
         """Return the first READ_SAMPLE values copied, float32."""

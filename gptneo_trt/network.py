@@ -10,8 +10,9 @@ Quantize/Dequantize); no builder flag is set.
               past.h.<i>.key, .value [1, H, context, D]   h.<i>.key, h.<i>.value [1, H, 1, D]
 
 In decode the new K and V rows are concatenated after the cache rows; of those, row j is visible
-when j < position (and within the window of a local layer), so rows at and beyond the position
-may hold anything finite. Writing the new rows back is the caller's.
+when j < position (and within the window of a local layer). Rows at and beyond the position must
+be finite, and for an engine so small that no score overflows: TensorRT adds its mask to the scores.
+Clearing the cache and writing the new rows back is the caller's.
 """
 
 from collections.abc import Mapping

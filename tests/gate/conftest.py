@@ -132,7 +132,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if folder and run.checkpoint and run.provenance:
         report.write_results(folder, run.report())
     unfinished = run.problems() or config.getoption("--update-baselines")
-    if unfinished and exitstatus == pytest.ExitCode.OK:
+    if unfinished and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

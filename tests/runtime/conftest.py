@@ -1,4 +1,4 @@
-"""Engines on the target's GPU, of checkpoints that build in seconds.
+"""Engines on the target's GPU, of checkpoints that build in seconds: ``-m "h200 or runtime"``.
 
 On a target without a GPU none of these tests is collected.
 """

@@ -9,7 +9,7 @@ from gptneo_trt.static_step import seeded_token_ids
 from tests.gate.measurer import CONTEXT
 from tests.unit.tiny import kl_nats
 
-pytestmark = [pytest.mark.h200, pytest.mark.b200, pytest.mark.b300]
+pytestmark = pytest.mark.runtime
 
 # Nats to the fp16 network, on the bundled checkpoint. Interpreted on a CPU, the static step in
 # float16 is 5e-6 away, and Hugging Face's bf16 model 5e-4 (9e-4 at the last position).

@@ -21,7 +21,7 @@ from gptneo_trt.timing import FEWEST_ROUNDS, PairedTimer, Timed
 from gptneo_trt.variants import VARIANTS
 from tests.gate.measurer import CONTEXT
 
-pytestmark = [pytest.mark.h200, pytest.mark.b200, pytest.mark.b300]
+pytestmark = pytest.mark.runtime
 
 TOKENS = np.random.default_rng(5).integers(0, 64, (1, CONTEXT)).astype(np.int32)
 HELD_MS = 10.0
