@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -138,25 +138,6 @@ def key_differences(stored: Mapping, current: Mapping, *, published: bool = Fals
         for name in sorted(old if published else old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
-
-
-def unmatched_names(stored: Collection[str], measured: Collection[str]) -> list[str]:
-    """Return the names on one side only, a sorted line each.
-
-    Raises:
-        BaselineError: no name is on both sides, so nothing would be compared.
-    """
-    only_stored, only_measured = set(stored) - set(measured), set(measured) - set(stored)
-    lines = [f"{name}: has a baseline, was not measured" for name in only_stored]
-    lines += [f"{name}: was measured, has no baseline" for name in only_measured]
-    if not set(stored) & set(measured):
-        raise BaselineError(
-            f"nothing to compare: obtained 0 names in both of {len(stored)} stored and "
-            f"{len(measured)} measured, expected at least 1; rename the row back or "
-            "write baselines with --update-baselines"
-            + "".join(f"\n  {line}" for line in sorted(lines))
-        )
-    return sorted(lines)
 
 
 def differences(old: Baseline, new: Baseline) -> list[str]:

@@ -317,12 +317,14 @@ class Measurement:
         agreement: of decode with prefill on the same tokens; None in prefill.
         logits: float32 [N, T, V] of the prose, kept for rows that are compared with another
             executor token by token; None otherwise.
+        references: type -> provenance of the model that it was compared with.
     """
 
     non_finite: str | None
     metrics: Mapping[str, Metrics]
     agreement: Metrics | None = None
     logits: np.ndarray | None = None
+    references: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -236,16 +236,15 @@ def results(
     cells: Sequence[Cell],
     expected: Collection[Key],
     values: Mapping[str, Values],
-    known_failures: Sequence[str] = (),
-    timing: Mapping[str, Any] | None = None,
+    optional: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of ``results.json``, schema 1.
 
     ``cells`` is a list of ``variant``, ``phase``, ``metric``, ``obtained``, ``limit``,
     ``baseline``, ``verdict`` and ``reason``; ``coverage`` counts ``measured`` and ``expected``
     cells and lists the ``missing`` ones; ``values`` holds everything measured, judged or not.
-    Two members are optional: ``known_failures``, a line a cell that failed as known, is left
-    out where none did; ``timing``, what latencies are the time of, where nothing was timed.
+    Members of ``optional`` are left out where they are empty: ``known_failures``, a line a cell
+    that failed as known; ``references``, what losses are to; ``timing``, what latencies are of.
     """
     measured, missing = coverage(expected, cells)
     content = {
@@ -261,8 +260,7 @@ def results(
         },
         "values": {variant: _json(row) for variant, row in values.items()},
     }
-    optional = {"known_failures": list(known_failures), "timing": _json(timing)}
-    return content | {name: member for name, member in optional.items() if member}
+    return content | {name: _json(part) for name, part in (optional or {}).items() if part}
 
 
 def write_results(folder: Path, content: Mapping[str, Any]) -> Path:

@@ -3,15 +3,10 @@
 import re
 from dataclasses import dataclass
 
-from packaging.version import Version
-
 from gptneo_trt.checkpoint import STUDY_CHECKPOINT
 from gptneo_trt.errors import RunError
 
 GIB = 1 << 30
-# Ada's; Ampere's 8.6 has none:
-# https://docs.nvidia.com/deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html
-FP8_COMPUTE_CAPABILITY = "8.9"
 # What a marker expression is made of; a quoted argument of a marker is no name.
 EXPRESSION_TOKEN = r"""'[^']*'|"[^"]*"|[()]|[\w:+\-.\[\]\\/]+"""
 
@@ -169,14 +164,4 @@ def gpu_mismatch(target: Target, gpu: Gpu | None) -> str | None:
     return (
         f"target {target.name}: needed an NVIDIA {target.gpu_word}, found {found}; do: run it on "
         f"a host with an NVIDIA {target.gpu_word}{instead}, or `pytest -m cpu` anywhere"
-    )
-
-
-def fp8_mismatch(compute_capability: str) -> str | None:
-    """Return why FP8 cannot run on a GPU and what to do, or None: it can."""
-    if Version(compute_capability) >= Version(FP8_COMPUTE_CAPABILITY):
-        return None
-    return (
-        f"FP8 needs compute capability {FP8_COMPUTE_CAPABILITY} or newer, the GPU has "
-        f"{compute_capability}; do: leave the FP8 rows out with --variants, or `pytest -m cpu`"
     )

@@ -85,10 +85,8 @@ def _is_out_of_reach(config: pytest.Config, wants: dict, name: str, phase: str) 
     """Return whether a known failure of an earlier stage keeps a row from this cell."""
     target, own = target_of(config), wants.get("stage")
     reached = STAGES[: STAGES.index(own)] if own in STAGES else STAGES
-    if not target.needs_gpu:
+    if not target.needs_gpu or not (wants.get("hardware") or wants.get("quality")):
         reached = tuple(stage for stage in reached if stage == "build" and wants.get("plan"))
-    elif not (wants.get("plan") or wants.get("hardware") or wants.get("quality")):
-        reached = ()
     phases = PHASES if phase == "both" else (phase,)
     return any(known_failure_of(config, name, each, stage) for each in phases for stage in reached)
 
@@ -108,7 +106,10 @@ def _xfails(
     failure = known_failure_here(config, wants, name, phase)
     if failure is None:
         return []
-    reason = f"{failure.id}: {failure.summary}; if it passes: fixed, remove the row"
+    reason = (
+        f"{failure.id}: {failure.summary} (confirmed: {failure.confirmed}); if it passes: fixed, "
+        "remove the row"
+    )
     raises = pytest.RaisesExc(STAGE_ERRORS[failure.stage], match=failure.message)
     return [pytest.mark.xfail(strict=True, raises=raises, reason=reason)]
 

@@ -88,8 +88,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     run.expected = {key for item in session.items if (key := _key(item))}
     if run.expected and not session.config.getoption("collectonly"):
         run.refusal = hardware.refusal(session.config) or ""
-    if run.refusal:  # nothing here can be measured: say so once, not once a cell
-        session.items.clear()
+    if run.refusal and not _is_worker(session.config):
+        session.items.clear()  # nothing here can be measured: say so once, not once a cell
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a cell of a refused run under pytest-xdist, which needs all that was collected."""
+    run = item.config.stash.get(RUN, None)
+    if run and run.refusal and _key(item):
+        pytest.fail(_told_once(run, run.refusal), pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -109,7 +116,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             run.cells.append(Cell(*key, None, None, None, verdict, reason))
         if isinstance(error, GptNeoTrtError) and made.failed:
             made.longrepr = _told_once(run, reason)
+    if key and made.failed:  # an unexpected pass, or a teardown that failed
+        run.fail_passed(key, str(made.longrepr))
+    if key and made.skipped and _is_worker(item.config) and not hasattr(made, "wasxfail"):
+        made.outcome, made.longrepr = "failed", f"not measured: {made.longrepr[2]}"
     return made
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Return whether pytest-xdist runs this process: nobody counts its cells at the end."""
+    return hasattr(config, "workerinput")
 
 
 def _told_once(run: GateRun, reason: str) -> str:
@@ -245,7 +261,8 @@ def judge(gate_run: GateRun, pytestconfig: pytest.Config) -> Callable[[Cell], No
         gate_run.cells.append(cell)
         if cell.verdict != "passed":
             name = f"{cell.variant}/{cell.phase}/{cell.metric}"
-            pytest.fail(f"{name}: {cell.verdict}: {cell.reason}", pytrace=False)
+            reason = cell.reason.removeprefix(f"{cell.verdict}: ")
+            pytest.fail(f"{name}: {cell.verdict}: {reason}", pytrace=False)
 
     return record
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gptneo_trt.backend import backend_named
+from gptneo_trt.backend import FLAVOURS, backend_named
 from gptneo_trt.checkpoint import random_checkpoint
 from gptneo_trt.data import Architecture
 from gptneo_trt.errors import GptNeoTrtError
@@ -63,8 +63,8 @@ def _tensorrt_refusal(config: pytest.Config, gpu: Gpu) -> str | None:
         reason = "".join(f"\nknown failure {row.id}: {row.summary}" for row in known)
         return (
             f"target {target_of(config).name}: needed a TensorRT that runs on {gpu.title}, found "
-            f"{backend.target}: {text}{reason}\ndo: pip install 'tensorrt-rtx==1.6.1.120', which "
-            "runs there, or choose the other flavour with --tensorrt"
+            f"{backend.target}: {text}{reason}\ndo: install a version that runs there "
+            f"({FLAVOURS[backend.flavour]}), or choose another flavour with --tensorrt"
         )
     return None
 

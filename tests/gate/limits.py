@@ -133,8 +133,8 @@ REGRESSION_NATS = 1e-6  # and never less than this: a third of fp16's own loss
 REGRESSION_NLL_NATS = 0.01  # one per cent of perplexity
 REGRESSION_TOP1_FRAC = 0.02  # two tokens in a hundred
 # Against figures that were published without values a token: the study's own three machines
-# differ by 3 % in KL and 1 % in perplexity; and this many standard errors of the mean.
-PUBLISHED_FRAC = 0.05
+# differ by 9 % in fp16's KL, 3 % in fp8's and 1 % in perplexity; and standard errors of the mean.
+PUBLISHED_FRAC = {"kl_mean_nats": 0.10, "perplexity": 0.02}
 PUBLISHED_ERRORS = 2.0
 PLAN_SIZE_FRAC = 0.01  # builds of one version are identical; 1 % lets a rebuild of TensorRT pass
 
@@ -147,8 +147,8 @@ EXCESS_NATS = 1e-6
 DIRECT_KL_NATS = 5e-5
 DIRECT_TOP1_FRAC = 0.995
 
-# fp8 of the bundled checkpoint, whose kernels take microseconds, differed by 1.7 % in its time ratio
-# between two hosts with the same GPU; three times that.
+# fp8 of the bundled checkpoint, whose kernels take microseconds, differed by 1.7 % in its time
+# ratio between two hosts with the same GPU; three times that.
 SPEEDUP_FRAC = 0.05
 # A decode step does all there is to do for a token; the engine is nearly all of it. A small model
 # has as many other kernels around a shorter engine.
@@ -186,8 +186,8 @@ DECISIONS: Mapping[str, Mapping[str, str]] = {
 MIB = 1 << 20
 # Kernels and tables beside the weights: 1 to 2 MiB in decode, up to 5 in prefill (measured).
 PLAN_KERNELS_MIB = 6.0
-# In prefill with c_proj in FP8, whose shapes are dynamic, TensorRT-RTX 1.6 keeps one kernel source a
-# layer: 4 MiB for 12 layers, a static shape spares them (measured).
+# In prefill with c_proj in FP8, whose shapes are dynamic, TensorRT-RTX 1.6 keeps one kernel source
+# a layer: 4 MiB for 12 layers, a static shape spares them (measured).
 PLAN_KERNEL_SOURCE_MIB = 0.35
 # (checkpoint name, variant, phase) -> smallest and largest plan in MiB, where there is nothing else
 # to judge. Source: the study's plans of 313.6 and 239.5 MiB. Prefill in FP8 may be larger: see

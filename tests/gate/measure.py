@@ -52,6 +52,7 @@ class Pipeline:
         """Remember what to load; nothing is loaded before it is needed."""
         torch.set_num_threads(1)
         self.setup, self.cache = setup, setup.cache
+        self.provenances: dict[str, Mapping[str, str]] = {}  # filled with the references
 
     @cached_property
     def checkpoint(self):
@@ -83,6 +84,7 @@ class Pipeline:
             logits = reference_logits(
                 self.checkpoint, self.prose, self.next_token_texts, type_name, self.cache
             )
+            self.provenances[type_name] = logits.provenance
             count = len(logits.next_token)
             for name, part in {
                 "prefill": distribution(self.prose, logits.prose),
@@ -152,7 +154,8 @@ class Pipeline:
             return Measurement(non_finite, {}), kept
         found = compared("prose", self.references["prefill"], decoded.logits)
         found |= compared("next_token", self.references["next_token"], last)
-        return Measurement(None, found, logits=self._kept(variant, decoded.logits)), kept
+        logits = self._kept(variant, decoded.logits)
+        return Measurement(None, found, logits=logits, references=self.provenances), kept
 
     def measure_decode(
         self, variant: Variant, scales: Scales | None, prefill_logits: np.ndarray
@@ -167,7 +170,8 @@ class Pipeline:
         found = compared("prose", self.references["decode"], decoded.logits)
         own = {"prefill": distribution(token_ids, prefill_logits)}
         agreement = compared("agreement", own, decoded.logits)["agreement/prefill"]
-        return Measurement(None, found, agreement, self._kept(variant, decoded.logits))
+        logits = self._kept(variant, decoded.logits)
+        return Measurement(None, found, agreement, logits, self.provenances)
 
 
 def _first_non_finite(decoded: Decoded, more: Mapping[str, np.ndarray]) -> str | None:

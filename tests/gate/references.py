@@ -7,15 +7,15 @@ the source of ``gptneo_trt.reference``.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 import gptneo_trt
 from gptneo_trt.data import Checkpoint
@@ -33,10 +33,12 @@ class ReferenceLogits:
     Attributes:
         prose: float32 [N, T, V].
         next_token: float32 [M, V], at the last token of each question and prompt.
+        provenance: of the model that gave them; see ``reference.provenance``.
     """
 
     prose: np.ndarray
     next_token: np.ndarray
+    provenance: Mapping[str, str]
 
 
 def reference_logits(
@@ -63,9 +65,10 @@ def reference_logits(
         found = _stored(path)
         if found is None:
             found = _computed(checkpoint, prose, next_token_texts, type_name)
+            arrays = {"prose": found.prose, "next_token": found.next_token}
             with whole_file(path) as temporary:
-                save_file(found, temporary)
-    return ReferenceLogits(**found)
+                save_file(arrays, temporary, metadata=dict(found.provenance))
+    return found
 
 
 def _key(checkpoint: Checkpoint, texts: Sequence[np.ndarray], type_name: str) -> str:
@@ -79,14 +82,17 @@ def _key(checkpoint: Checkpoint, texts: Sequence[np.ndarray], type_name: str) ->
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _stored(path: Path) -> dict[str, np.ndarray] | None:
+def _stored(path: Path) -> ReferenceLogits | None:
     if not path.exists():
         return None
     try:
-        found = load_file(path)
+        with safe_open(path, "numpy") as file:
+            if set(file.keys()) != {"prose", "next_token"} or not file.metadata():
+                return None
+            arrays = {name: file.get_tensor(name) for name in ("prose", "next_token")}
+            return ReferenceLogits(**arrays, provenance=file.metadata())
     except SafetensorError:
         return None
-    return found if set(found) == {"prose", "next_token"} else None
 
 
 def _computed(
@@ -94,14 +100,15 @@ def _computed(
     prose: np.ndarray,
     next_token_texts: Sequence[np.ndarray],
     type_name: str,
-) -> dict[str, np.ndarray]:
+) -> ReferenceLogits:
     # Only a cold run needs torch's model and transformers.
     import torch
 
     from gptneo_trt import reference
 
     model = reference.torch_model(checkpoint, getattr(torch, TYPES[type_name]))
-    return {
-        "prose": reference.logits(model, prose),
-        "next_token": last_rows(lambda ids: reference.logits(model, ids), next_token_texts),
-    }
+    return ReferenceLogits(
+        prose=reference.logits(model, prose),
+        next_token=last_rows(lambda ids: reference.logits(model, ids), next_token_texts),
+        provenance=reference.provenance(model),
+    )

@@ -1,7 +1,7 @@
 """What one run of the gate found: cells, values, tokens; and the baselines written from it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,7 @@ class GateRun:
         refusal: why nothing can be measured here, and what to do; "" otherwise.
         known_failures: cells that failed as a row of KNOWN_FAILURES says, a line each.
         timing: what the latencies are the time of; empty where nothing is timed.
+        references: type -> provenance of the model that losses are to.
     """
 
     expected: set[Key] = field(default_factory=set)
@@ -74,10 +75,20 @@ class GateRun:
     refusal: str = ""
     known_failures: list[str] = field(default_factory=list)
     timing: Mapping[str, object] = field(default_factory=dict)
+    references: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
         return any((cell.variant, cell.phase, cell.metric) == key for cell in self.cells)
+
+    def fail_passed(self, key: Key, reason: str) -> None:
+        """Turn the passed cells of this name into failed ones."""
+        self.cells = [
+            replace(cell, verdict="failed", reason=reason)
+            if (cell.variant, cell.phase, cell.metric) == key and cell.verdict == "passed"
+            else cell
+            for cell in self.cells
+        ]
 
     def add_plan(self, variant: str, phase: str, plan: Plan) -> None:
         """Keep the figures of a plan."""
@@ -88,6 +99,7 @@ class GateRun:
         """Keep the figures of a measurement."""
         row = self.values.setdefault(variant, {})
         tokens = self.tokens.setdefault(variant, {})
+        self.references |= measured.references
         for name, found in measured.metrics.items():
             row |= {f"{phase}/{name}/{metric}": value for metric, value in found.values.items()}
         stored = measured.metrics.get(f"prose/{STORED_REFERENCE}")
@@ -154,11 +166,23 @@ class GateRun:
         return lines
 
     def _unfit(self, variant: str) -> list[str]:
-        """Return what keeps a row from being stored: every other cell must have passed."""
+        """Return what keeps a row from being stored.
+
+        Every cell that is not a comparison must have passed, every comparison needs its figure.
+        """
         own = {key for key in self.expected if key[0] == variant}
-        own = {key for key in own if not key[2].startswith(BASELINE_PREFIX)}
+        compared = {key for key in own if key[2].startswith(BASELINE_PREFIX)}
+        own -= compared
         cells = [cell for cell in self.cells if (cell.variant, cell.phase, cell.metric) in own]
-        return problems(own, cells)
+        figures = {*self.values.get(variant, {}), *self.tokens.get(variant, {})}
+        missing = [
+            f"{variant}/{phase}/{metric}: not measured: no figure to store"
+            for _, phase, metric in sorted(compared)
+            if figures.isdisjoint(
+                {f"{phase}/{metric}", f"{phase}/{metric.removeprefix(BASELINE_PREFIX)}"}
+            )
+        ]
+        return problems(own, cells) + missing
 
     def _write(self, variant: str) -> list[str]:
         values = {
@@ -166,7 +190,8 @@ class GateRun:
             for name, value in self.values.get(variant, {}).items()
             if not name.endswith(UNSTORED)
         }
-        provenance = asdict(self.provenance) | ({"timing": self.timing} if self.timing else {})
+        more = {"references": self.references, "timing": self.timing}
+        provenance = asdict(self.provenance) | {name: part for name, part in more.items() if part}
         new = Baseline(self.key, provenance, values, self.tokens.get(variant, {}))
         try:
             old = baselines.read(self.folder, variant)
@@ -193,8 +218,11 @@ class GateRun:
             self.cells,
             self.expected,
             self.values,
-            self.known_failures,
-            self.timing,
+            {
+                "known_failures": self.known_failures,
+                "references": self.references,
+                "timing": self.timing,
+            },
         )
 
 

@@ -98,7 +98,7 @@ def _published(variant, phase, metric, measurement, found):
     allowed = found.rounding[value] + limits.PUBLISHED_ERRORS * error
     return judge_stored(
         variant.name, phase, metric, values[figure], found.values[value],
-        limits.PUBLISHED_FRAC, tolerance_abs=allowed,
+        limits.PUBLISHED_FRAC[figure], tolerance_abs=allowed,
     )  # fmt: skip
 
 

@@ -281,29 +281,6 @@ def test_D01_another_text_is_shown_with_both_hashes():
     assert baselines.key_differences(SAMPLE.key, dict(SAMPLE.key)) == []
 
 
-def test_B02_names_on_one_side_only_are_listed():
-    """A renamed or vanished row is listed from both sides."""
-    assert baselines.unmatched_names({"decode", "prefill"}, {"decode", "decode_v2"}) == [
-        "decode_v2: was measured, has no baseline",
-        "prefill: has a baseline, was not measured",
-    ]
-    assert baselines.unmatched_names({"decode"}, {"decode"}) == []
-
-
-def test_B02_zero_overlap_is_an_error():
-    """Nothing in common is never "0 compared, passed"; every name is in the message."""
-    with pytest.raises(BaselineError) as caught:
-        baselines.unmatched_names({"decode_fp16", "prefill_fp16"}, {"decode_fp16_v2"})
-
-    assert str(caught.value).splitlines()[1:] == [
-        "  decode_fp16: has a baseline, was not measured",
-        "  decode_fp16_v2: was measured, has no baseline",
-        "  prefill_fp16: has a baseline, was not measured",
-    ]
-    with pytest.raises(BaselineError, match="nothing to compare"):
-        baselines.unmatched_names([], [])
-
-
 def test_differences_show_old_and_new():
     """The update report has old -> new of key, tokens and values; equal parts are left out."""
     new = Baseline(

@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 
 from gptneo_trt import baselines
-from gptneo_trt.data import Cell, Measurement, Metrics, Plan, Provenance, TokenMetrics
+from gptneo_trt.backend import Backend
+from gptneo_trt.baselines import Baseline
+from gptneo_trt.data import (
+    Cell,
+    Measurement,
+    Metrics,
+    PairedDifference,
+    Plan,
+    Provenance,
+    Speedup,
+    TokenMetrics,
+)
 from gptneo_trt.errors import BaselineError
-from tests.gate.run import GateRun, regression_tokens
+from gptneo_trt.targets import TARGETS, Gpu
+from gptneo_trt.variants import VARIANTS
+from tests.gate.run import GateRun, baseline_key, regression_tokens, stored_baseline
 
 PROVENANCE = Provenance("cpu/made-up-1.0", "4446f63", "2026-01-02T03:04:05+00:00", "pytest")
 KL = "prefill/prose/bf16/kl_mean_nats"
@@ -34,7 +47,10 @@ def run(folder, t0):
         expected={
             (row, "prefill", each) for row in ("fp16", "fp8") for each in (LIMIT, REGRESSION)
         },
-        values={"fp16": {KL: 2e-4, "prefill/build_s": 3.0}, "fp8": {KL: 7e-3}},
+        values={
+            "fp16": {KL: 2e-4, "prefill/build_s": 3.0, "prefill/load_s": 0.2},
+            "fp8": {KL: 7e-3},
+        },
         tokens={row: {STORED_KL: np.full(4, 0.1)} for row in ("fp16", "fp8")},
         checkpoint=t0,
         provenance=PROVENANCE,
@@ -166,11 +182,135 @@ def test_a_row_that_is_not_finite_keeps_no_figure():
     assert run.tokens == {"fp8": {}}
 
 
+def test_figures_of_engines_have_flat_names():
+    """A ratio and an excess keep both ends of their interval, and what they are relative to."""
+    run, paired = GateRun(), PairedDifference(0.2, 0.1, 0.3, 0.05, 0.15, 0.975, 12, 1536)
+
+    run.add_excess("fp8", "decode", "bf16", 2.0, paired)
+    run.add_speedup("fp8", "decode", speedup(1.1, 90.0), speedup(1.001, 99.0))
+    run.add_value("fp8", "decode/load_s", 0.5)
+
+    assert run.values == {
+        "fp8": {
+            "decode/recipe/bf16/kl_mean_nats": 2.0,
+            "decode/excess/bf16/kl_mean_nats": 0.2,
+            "decode/excess/bf16/kl_lower_nats": 0.1,
+            "decode/excess/bf16/kl_upper_nats": 0.3,
+            "decode/speedup_x": 1.1,
+            "decode/speedup_lower_x": 1.0,
+            "decode/speedup_upper_x": 1.2,
+            "decode/latency_us": 90.0,
+            "decode/fp16_latency_us": 99.0,
+            "decode/noise_x": 1.001,
+            "decode/load_s": 0.5,
+        }
+    }
+    assert run.speedup_values("fp8", "decode") == {
+        "speedup_x": 1.1,
+        "speedup_lower_x": 1.0,
+        "speedup_upper_x": 1.2,
+        "fp16_latency_us": 99.0,
+        "noise_x": 1.001,
+    }
+
+
+def speedup(ratio, latency_us):
+    """Return a ratio with an interval of a tenth on both sides, against 99 us."""
+    lower, upper = round(ratio - 0.1, 3), round(ratio + 0.1, 3)
+    return Speedup(ratio, lower, upper, 0.95, latency_us, 99.0, 30, 10)
+
+
+# Keys
+
+
+KEY_OF_T0 = {
+    "context": 256,
+    "decode_tokens": 128,
+    "flavour": "tensorrt_rtx",
+    "gpu": "NVIDIA H200",
+    "model": "t0",
+    "prose_texts": 12,
+    "revision": "4446f63",
+    "target": "h200",
+    "texts": {"prose": {"sha256": "c0ffee"}},
+    "version": "1.6.1.120",
+}
+
+
+class Text:
+    """Stand in for a TextSet."""
+
+    def key(self):
+        """Return what names the text."""
+        return {"sha256": "c0ffee"}
+
+
+def key_of(checkpoint, target="h200", gpu=None):
+    """Return the key of a run on the installed flavour."""
+    backend = Backend("tensorrt_rtx", "1.6.1.120", None)
+    return baseline_key(TARGETS[target], backend, gpu, checkpoint, {"prose": Text()})
+
+
+def test_key_names_all_that_must_be_equal(t0):
+    """Checkpoint, texts, target, GPU, flavour and version; the driver may differ."""
+    h200 = Gpu("NVIDIA H200", "9.0", "580.1", "GPU-made-up", 140.0)
+    checkpoint = replace(t0, name="t0", revision="4446f63")
+
+    found = key_of(checkpoint, gpu=h200)
+
+    assert found == KEY_OF_T0 | {"checkpoint_sha256": t0.sha256}
+    assert key_of(checkpoint, gpu=replace(h200, driver="590.2", uuid="another")) == found
+
+
+def test_key_of_the_interpreter_names_no_gpu(t0):
+    """One that happens to be there computes nothing."""
+    found = key_of(t0, target="cpu")
+
+    assert (found["target"], found["gpu"]) == ("cpu", "cpu")
+
+
+def test_key_of_a_checkpoint_in_a_folder_has_no_path(t0, tmp_path):
+    """The hash says which it is; the folder of this machine says nothing."""
+    assert key_of(replace(t0, name=str(tmp_path)))["model"] == "a folder"
+
+
+def test_stored_run_of_another_key_is_refused_with_both_sides(run, folder):
+    """Figures of another checkpoint or GPU are not compared."""
+    baselines.write(folder, "fp8", Baseline({"gpu": "NVIDIA B200"}, {}, {KL: 7e-3}, {}))
+    run.key = {"gpu": "NVIDIA H200"}
+
+    message = (
+        '^baseline of fp8 is of something else: gpu: stored "NVIDIA B200", current "NVIDIA H200"; '
+        "compare like with like, or write it again with --update-baselines$"
+    )
+    with pytest.raises(BaselineError, match=message):
+        stored_baseline(run, VARIANTS["fp8"])
+
+
+def test_stored_run_of_this_key_is_returned(run, folder):
+    """Whole, with the values that are compared."""
+    baselines.write(folder, "fp8", Baseline(run.key, {}, {KL: 7e-3}, {}))
+
+    assert stored_baseline(run, VARIANTS["fp8"]).values == {KL: 7e-3}
+
+
+def test_published_run_is_asked_for_what_its_key_has(run, folder):
+    """A publication states no hash; what it states has to be equal."""
+    published = Baseline({"version": "11.4"}, {}, {KL: 7e-3}, {}, {KL: 5e-4})
+    baselines.write(folder, "fp8", published)
+    run.key = {"version": "11.4", "checkpoint_sha256": "c0ffee"}
+
+    assert stored_baseline(run, VARIANTS["fp8"]).is_published
+    run.key = {"version": "11.1", "checkpoint_sha256": "c0ffee"}
+    with pytest.raises(BaselineError, match=r'version: stored "11\.4", current "11\.1"; compare'):
+        stored_baseline(run, VARIANTS["fp8"])
+
+
 # Baselines
 
 
 def test_update_writes_rows_whose_other_cells_passed(run, folder):
-    """Regressions are being written, so they are not asked; build times are never stored."""
+    """Regressions are being written, so they are not asked; times of this machine stay out."""
     run.cells = [cell("fp16"), cell("fp16", REGRESSION, "not measured"), cell("fp8")]
 
     lines = run.update_baselines()
@@ -181,6 +321,46 @@ def test_update_writes_rows_whose_other_cells_passed(run, folder):
     assert stored.key == run.key
     assert stored.provenance["commit"] == "4446f63"
     np.testing.assert_array_equal(stored.tokens[STORED_KL], np.full(4, 0.1, dtype=np.float32))
+
+
+def test_update_stores_what_was_timed(run, folder):
+    """A latency is worth nothing without what it is the time of."""
+    run.cells = [cell("fp16"), cell("fp8")]
+    run.timing = {"context": 256}
+
+    run.update_baselines()
+
+    assert baselines.read(folder, "fp8").provenance["timing"] == {"context": 256}
+
+
+@pytest.mark.parametrize(
+    "metric", ["regression/speedup_x", "regression/plan_mib", "regression/top1_disagreement_frac"]
+)
+def test_update_refuses_a_row_without_a_figure_to_compare(run, folder, metric):
+    """P-03: the comparison waits while baselines are written, its figure has to be there."""
+    key = ("fp8", "decode", metric)
+    run.expected.add(key)
+    run.cells = [cell("fp16"), cell("fp8"), Cell(*key, None, None, None, "not measured", "why")]
+
+    lines = run.update_baselines()
+
+    assert lines[1].startswith(f"fp8: not written: fp8/decode/{metric}: not measured")
+    assert baselines.names(folder) == {"fp16"}
+
+
+@pytest.mark.parametrize("place", ["values", "tokens"])
+def test_update_stores_a_figure_to_compare_whatever_its_cell(run, folder, place):
+    """A value or values a token: either is what a later run is held against."""
+    run.expected.add(("fp8", "decode", "regression/plan_mib"))
+    run.cells = [cell("fp16"), cell("fp8")]
+    if place == "values":
+        run.values["fp8"]["decode/plan_mib"] = 9.0
+    else:
+        run.tokens["fp8"]["decode/regression/plan_mib"] = np.ones(4)
+
+    run.update_baselines()
+
+    assert baselines.names(folder) == {"fp16", "fp8"}
 
 
 @pytest.mark.parametrize("verdict", ["failed", "inconclusive", "not measured"])
@@ -320,3 +500,13 @@ def test_report_has_exactly_these_members(run, t0):
         "missing": [f"fp16/prefill/{REGRESSION}", f"fp8/prefill/{REGRESSION}"],
     }
     assert found["values"]["fp8"] == {KL: 7e-3}
+
+
+def test_report_lists_known_failures_and_what_was_timed(run):
+    """Both only where there are some."""
+    run.known_failures, run.timing = ["fp8/decode/build: made up"], {"context": 256}
+
+    found = run.report()
+
+    assert found["known_failures"] == ["fp8/decode/build: made up"]
+    assert found["timing"] == {"context": 256}

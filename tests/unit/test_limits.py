@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +13,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import T0, tiny_checkpoint
 
-from gptneo_trt import baselines
+from gptneo_trt import alternatives, baselines
+from gptneo_trt.checkpoint import RANDOM_SHAPES, STUDY_CHECKPOINT
 from gptneo_trt.data import Architecture, Checkpoint
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.network import PHASES
+from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import FLOOR, VARIANTS
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit
 from gptneo_trt.weights import parameter_shapes
-from tests.gate import limits
+from tests.gate import cells, limits, test_speed
+from tests.selftest.judging import gate_tests
 
 BASELINES = Path(__file__).parents[2] / "baselines"
 STORED = BASELINES / "cpu/tensorrt_rtx-1.6.1.120/bundled"
-FOLDERS = [path for path in sorted(BASELINES.glob("*/*/*")) if path.name in limits.LIMITS]
+# What --model may say without a folder, by the name of its folder of baselines.
+MODELS = {
+    cells.baseline_folder(TARGETS["cpu"], "", name).name: name
+    for name in (*limits.LIMITS, *(f"random:{shape}" for shape in RANDOM_SHAPES))
+}
+ALL_FOLDERS = sorted(BASELINES.glob("*/*/*"))
+FOLDERS = [path for path in ALL_FOLDERS if MODELS.get(path.name) in limits.LIMITS]
 QUANTIZED = sorted(name for name in VARIANTS if len(VARIANTS[name].quantized) >= 5)
 CHECKPOINTS = sorted(limits.LIMITS)
 ROWS = [(name, row) for name in CHECKPOINTS for row in limits.LIMITS[name]]
+EVERY_ROW = [
+    *(pytest.param(limits.LIMITS[name][row], id=f"{name}-{row}") for name, row in ROWS),
+    *(pytest.param(found, id=f"engine-{'-'.join(key)}") for key, found in limits.ENGINES.items()),
+]
+# Every constant that is a number: tolerances, fractions and ratios.
+NUMBERS = sorted(name for name, value in vars(limits).items() if isinstance(value, float))
+CPU, H200 = TARGETS["cpu"], TARGETS["h200"]
 GPT_NEO_125M = Architecture(
     vocab_size=50257,
     hidden_size=768,
@@ -74,10 +91,19 @@ def test_variants_limits_decisions_and_baselines_name_the_same_rows():
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: "/".join(path.parts[-3:]))
 def test_every_folder_of_stored_runs_is_complete(folder):
     """Wherever runs are stored, each row with limits has its JSON and its token values."""
-    rows = limits.LIMITS[folder.name]
+    rows = limits.LIMITS[MODELS[folder.name]]
     expected = {f"{row}{suffix}" for row in rows for suffix in (".json", ".tokens.npz")}
 
     assert {path.name for path in folder.iterdir()} == expected
+
+
+def test_every_folder_of_stored_runs_is_of_a_target_and_a_model():
+    """A folder of another name would be read by no run, and held by no test."""
+    names = {path.name for path in ALL_FOLDERS if not path.name.startswith("local-")}
+
+    assert names <= MODELS.keys()
+    assert {path.parts[-3] for path in ALL_FOLDERS} <= TARGETS.keys()
+    assert {MODELS[path.name] for path in FOLDERS} == limits.LIMITS.keys()
 
 
 def test_stored_runs_measured_the_same_things(stored):
@@ -108,22 +134,33 @@ def test_decisions_are_known_words():
 # Every number
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS)
-def test_limits_are_positive_finite_and_have_a_reason(name, row):
+@pytest.mark.parametrize("found", EVERY_ROW)
+def test_limits_are_positive_finite_and_have_a_reason(found):
     """Each number of a row bounds something, and a sentence says why it is what it is."""
-    found = limits.LIMITS[name][row]
     numbers = [getattr(found, field.name) for field in fields(found) if field.name != "reason"]
 
     assert all(math.isfinite(number) and number > 0 for number in numbers)
     assert len(found.reason.split()) >= 5
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS)
-def test_limits_can_judge_their_metric(name, row):
+@pytest.mark.parametrize("found", EVERY_ROW)
+def test_limits_can_judge_their_metric(found):
     """No limit is one that verdicts calls nonsensical, and each end is itself acceptable."""
-    for metric, bound in limits.LIMITS[name][row].bounds().items():
-        cell = judge_limit(row, "prefill", metric, bound.value, bound)
+    for metric, bound in found.bounds().items():
+        cell = judge_limit("fp8", "prefill", metric, bound.value, bound)
         assert cell.verdict == "passed", cell.reason
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_positive_and_finite(name):
+    """No tolerance is turned off, or turned into one that allows anything."""
+    assert 0 < getattr(limits, name) < 10
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith(("_FRAC", "_LOSS"))])
+def test_fractions_are_at_most_the_whole(name):
+    """A per cent written as a number of per cent would allow anything."""
+    assert getattr(limits, name) <= 1
 
 
 def test_every_limit_is_bounded_in_its_direction():
@@ -156,7 +193,7 @@ def test_stored_decode_agrees_with_prefill(stored, row):
     """The stored agreement is within the tolerance that the row's own loss gives."""
     own_loss = stored[row]["decode/prose/float32/kl_mean_nats"]
 
-    assert stored[row]["decode/agreement/kl_mean_nats"] <= limits.agreement_nats(own_loss)
+    assert stored[row]["decode/agreement/kl_mean_nats"] <= limits.agreement_nats(own_loss, CPU)
 
 
 # Looking up
@@ -166,13 +203,37 @@ def test_limits_of_a_row():
     """A row's limits and decision are those of its checkpoint."""
     bundled, study = (SimpleNamespace(name=name) for name in CHECKPOINTS[::-1])
 
-    assert limits.limits_of(bundled, VARIANTS["fp8"]) is limits.BUNDLED["fp8"]
-    assert limits.limits_of(study, VARIANTS["fp8"]) is limits.STUDY["fp8"]
+    for target in (CPU, H200):
+        assert limits.limits_of(bundled, VARIANTS["fp8"], target) is limits.BUNDLED["fp8"]
+        assert limits.limits_of(study, VARIANTS["fp8"], target) is limits.STUDY["fp8"]
     assert limits.decision_of(study, VARIANTS["fp16"]) == limits.SHIPPED
     assert limits.decision_of(study, VARIANTS["fp8"]) == limits.STUDIED
 
 
-@pytest.mark.parametrize("look_up", [limits.limits_of, limits.decision_of])
+@pytest.mark.parametrize("key", limits.ENGINES, ids="-".join)
+def test_engines_have_limits_of_their_own_where_they_differ_from_the_network(key):
+    """On the interpreter a row keeps the limits of its network, which are the tighter ones."""
+    name, row = key
+    checkpoint = SimpleNamespace(name=name)
+
+    network, engine = (
+        limits.limits_of(checkpoint, VARIANTS[row], target) for target in (CPU, H200)
+    )
+
+    assert network is limits.LIMITS[name][row]
+    assert engine is limits.ENGINES[key]
+    assert engine.float32_kl_mean_nats > network.float32_kl_mean_nats
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        partial(limits.limits_of, target=CPU),
+        partial(limits.limits_of, target=H200),
+        limits.decision_of,
+    ],
+    ids=["limits-cpu", "limits-h200", "decision"],
+)
 @pytest.mark.parametrize(
     ("name", "row", "obtained"),
     [
@@ -188,6 +249,170 @@ def test_no_limits_is_an_error_that_names_what_to_add(look_up, name, row, obtain
     )
     with pytest.raises(BaselineError, match=message):
         look_up(SimpleNamespace(name=name), VARIANTS[row])
+
+
+# Rows of a model
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("bundled", set(VARIANTS)),
+        (STUDY_CHECKPOINT, {"fp16", "fp8", "fp8-out_proj"}),
+        (STUDY_CHECKPOINT.partition("@")[0], {"fp16", "fp8", "fp8-out_proj"}),
+        ("random:gpt-neo-125m", set(limits.STUDY_ROWS)),
+        ("random:gpt-neo-2.7B", set(limits.STUDY_ROWS)),
+        ("/models/mine", set(VARIANTS)),
+    ],
+)
+def test_rows_of_a_model(model, rows):
+    """A model with limits has its own rows, random weights the study's, another one all."""
+    found = limits.rows_of(model)
+
+    assert set(found) == rows
+    assert len(found) == len(rows)
+
+
+def test_rows_named_for_models_exist():
+    """A row that was renamed would be built by nobody."""
+    only_built = {row for rows in limits.BUILD_ONLY.values() for row in rows}
+
+    assert set(limits.STUDY_ROWS) | only_built <= VARIANTS.keys()
+    assert FLOOR in limits.STUDY_ROWS
+
+
+@pytest.mark.parametrize("name", limits.BUILD_ONLY)
+def test_a_row_only_built_has_no_limits(name):
+    """With limits of its quality it would be judged like any other row."""
+    assert set(limits.BUILD_ONLY[name]).isdisjoint(limits.LIMITS[name])
+
+
+# Speed
+
+
+def asked_for(start):
+    """Return the (phase, metric) of the speed tests' cells whose metric starts so."""
+    marks = (test.pytestmark for test in gate_tests(test_speed))
+    cells_of = [mark.kwargs for own in marks for mark in own if mark.name == "cells"]
+    return {
+        key
+        for each in cells_of
+        for key in product(each["phases"], each["metrics"])
+        if key[1].startswith(start)
+    }
+
+
+def test_every_alternative_has_a_bound_and_every_bound_is_asked_for():
+    """What is timed is judged, and no bound is of something that nobody times."""
+    asked = {metric for _, metric in asked_for("alternative/")}
+
+    assert {metric for name, metric in limits.ALTERNATIVES if name == ""} == asked
+    assert {metric for _, metric in limits.ALTERNATIVES} == asked
+    assert {name for name, _ in limits.ALTERNATIVES} <= {"", *MODELS.values()}
+
+
+def test_every_alternative_of_the_library_is_timed():
+    """A row that a test forgets would not be in the speed table."""
+    rows = {
+        (phase, metric.removeprefix("alternative/").removesuffix("_x"))
+        for phase, metric in asked_for("alternative/")
+    }
+
+    assert rows == {(row.phase, row.name) for row in alternatives.ALTERNATIVES}
+
+
+@pytest.mark.parametrize("key", limits.ALTERNATIVES, ids="-".join)
+def test_bounds_of_alternatives_can_be_judged(key):
+    """A ratio of times is above 0, and each end is itself acceptable."""
+    bound = limits.ALTERNATIVES[key]
+
+    assert 0 < bound.value < math.inf
+    assert judge_limit(FLOOR, "decode", key[1], bound.value, bound).verdict == "passed"
+
+
+def test_nothing_is_faster_than_reading_the_weights(t0):
+    """All others must be slower than the engine; the read of its weights must not."""
+    found = {metric: limits.alternative(t0, metric) for _, metric in limits.ALTERNATIVES}
+
+    assert found.pop("alternative/weights_read_x").direction == AT_MOST
+    assert {bound.direction for bound in found.values()} == {AT_LEAST}
+
+
+def test_a_model_s_own_bound_comes_first(monkeypatch):
+    """A row of a model replaces the general one for that model alone."""
+    metric = "alternative/static_graph_x"
+    own = {("bundled", metric): Bound(AT_LEAST, 2.0)}
+    monkeypatch.setattr(limits, "ALTERNATIVES", {**limits.ALTERNATIVES, **own})
+
+    found = [limits.alternative(SimpleNamespace(name=name), metric) for name in ("bundled", "x")]
+
+    assert found == [Bound(AT_LEAST, 2.0), limits.ALTERNATIVES["", metric]]
+
+
+def test_a_bound_that_nobody_gave_is_an_error(t0):
+    """A new alternative is not unbounded in silence."""
+    with pytest.raises(KeyError, match="alternative/telepathy_x"):
+        limits.alternative(t0, "alternative/telepathy_x")
+
+
+@pytest.mark.parametrize("name", limits.STEP_OVERHEAD)
+def test_step_overhead_is_of_a_model_that_can_be_named(name):
+    """A step takes its engine's time and more."""
+    assert name in MODELS.values()
+    assert limits.step_overhead(SimpleNamespace(name=name)) == limits.STEP_OVERHEAD[name] > 1
+
+
+def test_step_overhead_of_another_model_is_the_loosest():
+    """How shallow its engine is nobody has said."""
+    found = limits.step_overhead(SimpleNamespace(name="/models/mine"))
+
+    assert found == max(limits.STEP_OVERHEAD.values())
+
+
+# What was published
+
+
+@pytest.fixture(scope="module")
+def published():
+    """Return (folder, row) -> flat values of every published row."""
+    names = [(folder, row) for folder in FOLDERS for row in baselines.names(folder)]
+    found = {(folder, row): baselines.read(folder, row) for folder, row in names}
+    return {key: each.values for key, each in found.items() if each.is_published}
+
+
+def test_published_rows_are_within_the_study_s_limits(published):
+    """A machine that repeats the study's own figures passes."""
+    for (_, row), values in published.items():
+        bounds = limits.STUDY[row].bounds()
+        prose = {
+            name: values[f"decode/prose/bf16/{name}"]
+            for name in ("kl_mean_nats", "perplexity", "reference_perplexity")
+        }
+        ratio = prose["perplexity"] / prose["reference_perplexity"]
+        assert bounds["kl_mean_nats"].allows(prose["kl_mean_nats"])
+        assert bounds["perplexity_ratio"].allows(ratio)
+
+
+@pytest.mark.parametrize("row", limits.STUDY)
+def test_study_s_limits_are_a_quarter_above_the_worst_published_loss(published, row):
+    """The headroom is what the reason says."""
+    losses = [
+        values["decode/prose/bf16/kl_mean_nats"]
+        for (_, name), values in published.items()
+        if name == row
+    ]
+
+    assert limits.STUDY[row].kl_mean_nats == pytest.approx(1.25 * max(losses), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["kl_mean_nats", "perplexity"])
+def test_published_machines_differ_by_less_than_the_tolerance(published, name):
+    """A run that repeats another machine's figure is no regression."""
+    for row in ("fp16", "fp8"):
+        of_row = [values for (_, each), values in published.items() if each == row]
+        values = [each[f"decode/prose/bf16/{name}"] for each in of_row]
+
+        assert max(values) - min(values) <= limits.PUBLISHED_FRAC[name] * min(values)
 
 
 # Ship limits
@@ -243,22 +468,29 @@ def test_the_study_s_own_figures_are_judged_as_the_study_did():
 
 def test_agreement_grows_with_the_row_s_own_loss():
     """Half of what a row loses, and never less than what a row without FP8 shows."""
-    assert limits.agreement_nats(0.0) == limits.AGREEMENT_NATS
-    assert limits.agreement_nats(1e-6) == limits.AGREEMENT_NATS
-    assert limits.agreement_nats(0.008) == pytest.approx(0.004)
+    assert limits.agreement_nats(0.0, CPU) == limits.AGREEMENT_NATS
+    assert limits.agreement_nats(1e-6, CPU) == limits.AGREEMENT_NATS
+    assert limits.agreement_nats(0.008, CPU) == pytest.approx(0.004)
 
 
-@given(st.floats(0, 100), st.floats(0, 100))
-def test_agreement_is_monotonic(one, other):
+def test_agreement_of_engines_has_numbers_of_its_own():
+    """The engines of the two phases run other kernels, the interpreter the same functions."""
+    assert limits.agreement_nats(0.0, H200) == limits.ENGINE_AGREEMENT_NATS
+    assert limits.agreement_nats(0.008, H200) == pytest.approx(0.008)
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.sampled_from([CPU, H200]))
+def test_agreement_is_monotonic(one, other, target):
     """A row that loses more is allowed no less."""
     smaller, larger = sorted((one, other))
 
-    assert limits.agreement_nats(smaller) <= limits.agreement_nats(larger)
+    assert limits.agreement_nats(smaller, target) <= limits.agreement_nats(larger, target)
 
 
-def test_agreement_of_a_nan_loss_is_no_looser_than_that_of_none():
+@pytest.mark.parametrize("target", [CPU, H200], ids=lambda target: target.name)
+def test_agreement_of_a_nan_loss_is_no_looser_than_that_of_none(target):
     """A loss that is not a number earns no tolerance."""
-    assert limits.agreement_nats(float("nan")) == limits.AGREEMENT_NATS
+    assert limits.agreement_nats(float("nan"), target) == limits.agreement_nats(0.0, target)
 
 
 def test_regression_tolerance_of_kl_is_a_fraction_with_a_floor():
@@ -309,10 +541,21 @@ def test_stored_plan_size_is_within_its_bounds(bundled, stored, row, phase):
 )
 def test_plan_size_is_weights_and_kernels(t0, row, stored_bytes):
     """2 bytes in fp16, 4 in fp32, 1 in FP8, a tied table twice; kernels beyond that."""
-    smallest, largest = limits.plan_mib(t0, VARIANTS[row], "prefill")
+    smallest, largest = limits.plan_mib(t0, VARIANTS[row], "decode")
 
     assert smallest * limits.MIB == stored_bytes
     assert largest - smallest == pytest.approx(limits.PLAN_KERNELS_MIB)
+
+
+@pytest.mark.parametrize(
+    ("row", "sources"), [("fp16", 0), ("fp8", 2), ("fp8-c_proj", 2), ("fp8-no-c_proj", 0)]
+)
+def test_prefill_plan_has_room_for_a_kernel_source_a_quantized_c_proj(t0, row, sources):
+    """One for each layer that multiplies c_proj in FP8, in prefill alone."""
+    decode, prefill = (limits.plan_mib(t0, VARIANTS[row], each) for each in ("decode", "prefill"))
+
+    assert prefill[0] == decode[0]
+    assert prefill[1] - decode[1] == pytest.approx(sources * limits.PLAN_KERNEL_SOURCE_MIB)
 
 
 def test_plan_of_an_untied_head_holds_it_once(t0):
@@ -363,12 +606,18 @@ def test_a_random_row_without_fixed_sizes_has_the_formula_s():
     assert found == limits.plan_mib(named, VARIANTS["fp32"], "decode")
 
 
-@pytest.mark.parametrize("key", sorted(limits.PLAN_MIB), ids="/".join)
-def test_stored_plan_of_a_random_row_is_within_its_bounds(key):
-    """Fixed pairs and stored runs name the same rows, and agree."""
-    name, row, phase = key
-    folder = STORED.parent / name.replace(":", "-")
-    smallest, largest = limits.PLAN_MIB[key]
+RANDOM = [path for path in ALL_FOLDERS if MODELS.get(path.name, "").startswith("random:")]
 
-    assert baselines.names(folder) == {each for _, each, _ in limits.PLAN_MIB}
-    assert smallest <= baselines.read(folder, row).values[f"{phase}/plan_mib"] <= largest
+
+@pytest.mark.parametrize("folder", RANDOM, ids=lambda path: "/".join(path.parts[-3:]))
+def test_stored_plans_of_random_rows_are_within_their_bounds(folder):
+    """Each row of the study is stored, in both phases, and a fixed pair is of a stored row."""
+    name = MODELS[folder.name]
+    checkpoint = of_shape(GPT_NEO_125M, name)
+
+    assert baselines.names(folder) == set(limits.STUDY_ROWS)
+    assert {row for model, row, _ in limits.PLAN_MIB if model == name} <= set(limits.STUDY_ROWS)
+    for row, phase in product(limits.STUDY_ROWS, PHASES):
+        smallest, largest = limits.plan_mib(checkpoint, VARIANTS[row], phase)
+        stored_mib = baselines.read(folder, row).values[f"{phase}/plan_mib"]
+        assert smallest <= stored_mib <= largest, (row, phase)

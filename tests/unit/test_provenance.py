@@ -9,6 +9,7 @@ import pytest
 
 from gptneo_trt import provenance as provenances
 from gptneo_trt.provenance import provenance
+from gptneo_trt.targets import Gpu
 
 
 def repository(folder):
@@ -83,6 +84,18 @@ def test_commit_of_a_changed_tree_is_dirty(git, staged):
     assert provenance("", []).commit == git("rev-parse", "HEAD") + "-dirty"
 
 
+def test_changed_baselines_do_not_make_a_tree_dirty(git):
+    """They are what a run writes, not what it measures."""
+    stored = provenances.ROOT / "baselines" / "cpu.json"
+    stored.parent.mkdir()
+    stored.write_text("one")
+    git("add", "baselines")
+    git("-c", "commit.gpgsign=false", "commit", "-qm", "second", "--no-verify")
+    stored.write_text("two")
+
+    assert provenance("", []).commit == git("rev-parse", "HEAD")
+
+
 def test_commit_outside_a_repository_is_unknown(tmp_path, monkeypatch):
     """A copy without .git has no commit, and that is said."""
     monkeypatch.setattr(provenances, "ROOT", tmp_path)
@@ -102,3 +115,14 @@ def test_machine_names_processor_and_cores():
     """What a time or a rounding may depend on."""
     assert provenance("", []).machine.count(",") >= 2
     assert " cores, " in provenance("", []).machine
+
+
+def test_machine_names_the_gpu_that_ran_the_engines():
+    """With its driver, before the processor; none is named where none ran anything."""
+    gpu = Gpu("NVIDIA H200", "9.0", "580.1", "GPU-made-up", 140.0)
+    processor = provenance("", []).machine
+
+    found = provenance("", [], gpu).machine
+
+    assert found == f"NVIDIA H200 (compute capability 9.0), driver 580.1; {processor}"
+    assert "driver" not in processor

@@ -14,7 +14,6 @@ from gptneo_trt.errors import RunError
 from gptneo_trt.targets import (
     TARGETS,
     Gpu,
-    fp8_mismatch,
     gpu_at_hand,
     gpu_mismatch,
     target_of_expression,
@@ -284,16 +283,3 @@ def test_the_marker_of_the_gpu_found_is_offered():
     text = gpu_mismatch(TARGETS["b200"], H200)
     assert "found NVIDIA H200 (compute capability 9.0)" in text
     assert "an NVIDIA B200, or `pytest -m h200` here, or `pytest -m cpu` anywhere" in text
-
-
-@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6"])
-def test_N08_fp8_needs_8_9(capability):
-    """Below 8.9 the text has what is needed and what the GPU has."""
-    text = fp8_mismatch(capability)
-    assert f"needs compute capability 8.9 or newer, the GPU has {capability}; do: " in text
-
-
-@pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.0"])
-def test_N08_fp8_fits_from_8_9(capability):
-    """8.9 and newer have FP8, and 10.0 is newer."""
-    assert fp8_mismatch(capability) is None
