@@ -5,6 +5,7 @@ its Cell to the fixture ``judge``, which records it and fails the test unless it
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, TextSet
 from gptneo_trt.errors import BaselineError, GptNeoTrtError
+from gptneo_trt.network import PHASES
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import cells, hardware, limits
@@ -244,12 +246,16 @@ def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
 
 
 @pytest.fixture(scope="session")
-def stopwatch(engines, gate_run: GateRun) -> "Stopwatch":
-    """Return what times engines on the GPU."""
+def stopwatch(engines, gate_run: GateRun, plan, variants: list[Variant]) -> "Stopwatch":
+    """Return what times engines, once no other process of this run uses the GPU."""
     # Only here: without a GPU this process does not wait for torch.
     from tests.gate.speed import Stopwatch, timing
 
     gate_run.timing = timing()
+    for variant in variants:
+        for phase in PHASES:
+            with suppress(GptNeoTrtError):  # whoever asks for that plan is told
+                plan(variant, phase)
     return Stopwatch(engines)
 
 

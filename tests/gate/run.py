@@ -233,20 +233,27 @@ def baseline_key(
     checkpoint: Checkpoint,
     texts: Mapping[str, TextSet],
 ) -> dict[str, object]:
-    """Return what must be equal before a stored run is compared with this one."""
-    return {
+    """Return what must be equal before a stored run is compared with this one.
+
+    On a GPU it has the names that a publication states too: it knows no hash of a checkpoint.
+    """
+    key: dict[str, object] = {
         "checkpoint_sha256": checkpoint.sha256,
         "context": CONTEXT,
         "decode_tokens": DECODE_TOKENS,
         "flavour": backend.flavour,
         "gpu": gpu.name if gpu else "cpu",
-        "model": "a folder" if Path(checkpoint.name).is_dir() else checkpoint.name,
         "prose_texts": PROSE_TEXTS,
-        "revision": checkpoint.revision,
-        "target": target.name,
         "texts": {name: text.key() for name, text in texts.items()},
         "version": backend.version,
     }
+    if target.needs_gpu:
+        key |= {
+            "model": "a folder" if Path(checkpoint.name).is_dir() else checkpoint.name,
+            "revision": checkpoint.revision,
+            "target": target.name,
+        }
+    return key
 
 
 def stored_baseline(run: GateRun, variant: Variant) -> Baseline:
