@@ -93,6 +93,12 @@ def _stack(outputs: Tensors, part: str, num_layers: int) -> torch.Tensor:
     return torch.stack([outputs[f"h.{i}.{part}"][:, 0] for i in range(num_layers)], 1).float()
 
 
+def prefill_feeds(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the inputs of a prefill network for int32 [N, 1, T] on the executor's device."""
+    positions = torch.arange(tokens.shape[-1], dtype=torch.int32, device=tokens.device)
+    return {"token_ids": tokens, "position_ids": positions.expand_as(tokens)}
+
+
 def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarray) -> Decoded:
     """Run whole texts at once.
 
@@ -108,9 +114,7 @@ def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarra
     tokens = checked_tokens(token_ids, architecture, executor).to(executor.device)
     parts = []
     for group in _groups(tokens, executor):
-        positions = torch.arange(group.shape[-1], dtype=torch.int32, device=executor.device)
-        feeds = {"token_ids": group, "position_ids": positions.expand_as(group)}
-        outputs = executor.run(feeds)
+        outputs = executor.run(prefill_feeds(group))
         rows = [_stack(outputs, part, architecture.num_layers) for part in PARTS]
         parts.append([part.to("cpu", copy=True) for part in (outputs["logits"][:, 0], *rows)])
     return Decoded(*(torch.cat(part).numpy() for part in zip(*parts, strict=True)))

@@ -9,7 +9,7 @@ A test is marked ``cells`` with the phases and metrics it runs for, and with wha
     rows="floor"    the fp16 row alone; "quantized" or "exact": rows that round to FP8, or do not
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from gptneo_trt.errors import BaselineError
 from gptneo_trt.known_failures import STAGE_ERRORS, KnownFailure
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import Target
-from gptneo_trt.variants import FLOOR, VARIANTS
+from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import limits
 from tests.gate.run import BASELINE_PREFIX
 from tests.gate.selection import backend_of, known_failure_of, selected_names, target_of
@@ -34,6 +34,13 @@ PUBLISHED_VALUES = {
     "kl_mean_nats": "prose/bf16/kl_mean_nats",
     "nll_mean_nats": "prose/bf16/perplexity",
     "speedup_x": "speedup_x",
+}
+# What a test's marker says of the rows it runs for.
+ROWS: Mapping[str, Callable[[Variant], bool]] = {
+    "all": lambda variant: True,
+    "floor": lambda variant: variant.name == FLOOR,
+    "quantized": lambda variant: bool(variant.quantized),
+    "exact": lambda variant: not variant.quantized,
 }
 # fp16's time over its own is 1, whoever measured the other rows.
 FP16_TO_ITSELF = (FLOOR, f"{BASELINE_PREFIX}speedup_x")
@@ -64,11 +71,7 @@ def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric:
     """Return whether a row owes a cell of this metric."""
     if name not in VARIANTS:  # refused before anything is collected
         return False
-    quantized = bool(VARIANTS[name].quantized)
-    rows = wants.get("rows", "all")
-    if rows != "all" and not {"floor": name == FLOOR, "quantized": quantized}.get(
-        rows, not quantized
-    ):
+    if not ROWS[wants.get("rows", "all")](VARIANTS[name]):
         return False
     model = config.getoption("--model").partition("@")[0]
     only_built = name in limits.BUILD_ONLY.get(model, ())

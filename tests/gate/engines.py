@@ -27,6 +27,7 @@ class EnginePipeline(Pipeline):
         super().__init__(setup)
         self._load = load
         self._engines: dict[tuple[str, str], Engine | GptNeoTrtError] = {}
+        self._in_hand = FLOOR
         self._measured: dict[str, dict[str, Measurement | GptNeoTrtError]] = {}
 
     def engine(self, variant: Variant, phase: str) -> Engine:
@@ -35,8 +36,9 @@ class EnginePipeline(Pipeline):
         Raises:
             GptNeoTrtError: it cannot be built or loaded; the same error each time.
         """
-        kept = (variant.name, FLOOR)
-        self._engines = {key: each for key, each in self._engines.items() if key[0] in kept}
+        if variant.name not in (FLOOR, self._in_hand):
+            self._in_hand = variant.name
+            self._engines = {key: each for key, each in self._engines.items() if key[0] == FLOOR}
         key = variant.name, phase
         if key not in self._engines:
             try:
@@ -73,8 +75,11 @@ class EnginePipeline(Pipeline):
         run = {"prefill": decoder.prefill, "decode": decoder.decode}[phase]
         text, other = self.texts()[:, None]
         first = run(engine, architecture, text).logits
-        calls = REPEATS if phase == "prefill" else -(-REPEATS // CONTEXT)
-        for _ in range(calls):
+        if phase == "prefill":
+            tokens = decoder.checked_tokens(other, architecture, engine).to(engine.device)
+            for _ in range(REPEATS):
+                engine.run(decoder.prefill_feeds(tokens))
+        else:  # CONTEXT calls, which are more
             run(engine, architecture, other)
         return first, run(engine, architecture, text).logits
 

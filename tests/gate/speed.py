@@ -84,9 +84,8 @@ class Stopwatch:
     def whole_text(self, variant: Variant) -> Timed:
         """Return a prefill of CONTEXT tokens."""
         engine = self._engines.engine(variant, "prefill")
-        tokens = decoder.checked_tokens(self._text(), self._architecture, engine).to(engine.device)
-        positions = torch.arange(CONTEXT, dtype=torch.int32, device=engine.device)
-        feeds = {"token_ids": tokens, "position_ids": positions.expand_as(tokens)}
+        tokens = decoder.checked_tokens(self._text(), self._architecture, engine)
+        feeds = decoder.prefill_feeds(tokens.to(engine.device))
         outputs = engine.run(feeds)
         return Timed(
             variant.name,
