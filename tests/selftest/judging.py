@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from gptneo_trt.data import Cell
+from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import Variant
 from tests.gate import test_quality
 from tests.gate.cells import OutsideShipLimitsError
@@ -53,6 +54,7 @@ def judged(tests: list[Callable[..., None]], variant: Variant, **fixtures: objec
             raise _RedError
 
     fixtures |= {"variant": variant, "judge": judge, "gate_run": run, "comparing": True}
+    fixtures |= {"target": TARGETS["cpu"]}
     for test in tests:
         for phase, metric in sorted(wanted_cells([test])):
             given = fixtures | {"phase": phase, "metric": metric}

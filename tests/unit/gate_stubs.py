@@ -74,15 +74,10 @@ class Stubs:
         """Return a stored row, as a run on this target would have measured it."""
         found = baselines.read(stored_folder(), row)
         flavour, _, version = self.folder.parent.name.partition("-")
-        key = {
-            **found.key,
-            "flavour": flavour,
-            "gpu": self.gpu["name"] if self.gpu else "cpu",
-            "model": "bundled",
-            "revision": "",
-            "target": self.target,
-            "version": version,
-        }
+        gpu = self.gpu["name"] if self.gpu else "cpu"
+        key = {**found.key, "flavour": flavour, "gpu": gpu, "version": version}
+        if self.target != "cpu":
+            key |= {"model": "bundled", "revision": "", "target": self.target}
         speed = {f"{phase}/speedup_x": SPEEDUPS.get(row, 1.0) for phase in WINDOWS}
         return replace(found, key=key, values=found.values | (speed if self.gpu else {}))
 
@@ -97,7 +92,11 @@ def run_pytest(*arguments, environment=None, folder=ROOT):
         "COLUMNS": "200",
         **(environment or {}),
     }
-    environment.pop("PYTEST_ADDOPTS", None)
+    # Neither this run's options nor its workers are the child's.
+    inherited = ("PYTEST_ADDOPTS", "PYTEST_XDIST")
+    environment = {
+        name: value for name, value in environment.items() if not name.startswith(inherited)
+    }
     command = [sys.executable, "-m", "pytest", *plugins, *arguments]
     run = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
