@@ -225,7 +225,7 @@ def plan_request(
 
     def request(variant: Variant, phase: str) -> PlanRequest:
         used = scales if variant.quantized else None
-        runs_on = f"{gpu.name}, driver {gpu.driver}" if gpu else ""
+        runs_on = gpu.identity if gpu else ""
         return PlanRequest(backend, checkpoint, variant, used, phase, CONTEXT, gpu=runs_on)
 
     return request

@@ -45,7 +45,7 @@ class Executor(Protocol):
         """
         ...
 
-    def repeat(self, function: Callable[[], None]) -> Callable[[], None]:
+    def repeat(self, function: Callable[[], object]) -> Callable[[], object]:
         """Return what does the same as a function of runs and tensor operations, launched at once.
 
         The function is called once or more meanwhile, so its state has to be put back afterwards.

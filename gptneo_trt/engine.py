@@ -177,7 +177,7 @@ class Engine:
         if wrong:
             raise RunError(f"{self._title}: {'; '.join(sorted(wrong))}")
 
-    def repeat(self, function: Callable[[], None]) -> Callable[[], None]:
+    def repeat(self, function: Callable[[], object]) -> Callable[[], object]:
         """Return a replay of what a function launches, captured in one CUDA graph.
 
         The function runs once before the capture, since the first run sets up more than later

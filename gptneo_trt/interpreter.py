@@ -108,7 +108,7 @@ class Interpreter:
             outputs[name] = tensor.copy_(outputs[name])
         return outputs
 
-    def repeat(self, function: Callable[[], None]) -> Callable[[], None]:
+    def repeat(self, function: Callable[[], object]) -> Callable[[], object]:
         """Return the function: here nothing is launched."""
         return function
 

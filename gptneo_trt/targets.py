@@ -34,6 +34,11 @@ class Gpu:
         """Return what a message calls it."""
         return f"{self.name} (compute capability {self.compute_capability})"
 
+    @property
+    def identity(self) -> str:
+        """Return what compiled kernels depend on, see ``PlanRequest.gpu``."""
+        return f"{self.name}, driver {self.driver}"
+
 
 @dataclass(frozen=True)
 class Target:

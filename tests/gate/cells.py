@@ -18,13 +18,19 @@ import pytest
 from gptneo_trt import baselines
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import BaselineError
-from gptneo_trt.known_failures import STAGE_ERRORS, KnownFailure
+from gptneo_trt.known_failures import STAGE_ERRORS
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import Target
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import limits
 from tests.gate.run import BASELINE_PREFIX
-from tests.gate.selection import backend_of, known_failure_of, selected_names, target_of
+from tests.gate.selection import (
+    backend_of,
+    known_failure_of,
+    model_of,
+    selected_names,
+    target_of,
+)
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("build", "deserialize")
@@ -73,7 +79,7 @@ def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric:
         return False
     if not ROWS[wants.get("rows", "all")](VARIANTS[name]):
         return False
-    model = config.getoption("--model").partition("@")[0]
+    model = model_of(config)
     only_built = name in limits.BUILD_ONLY.get(model, ())
     if wants.get("quality") and (model.startswith("random:") or only_built):
         return False
@@ -94,19 +100,12 @@ def _is_out_of_reach(config: pytest.Config, wants: dict, name: str, phase: str) 
     return any(known_failure_of(config, name, each, stage) for each in phases for stage in reached)
 
 
-def known_failure_here(
-    config: pytest.Config, wants: dict, name: str, phase: str
-) -> KnownFailure | None:
-    """Return the known failure that a cell is expected to show."""
-    stage = wants.get("stage")
-    return known_failure_of(config, name, phase, stage) if stage else None
-
-
 def _xfails(
     config: pytest.Config, wants: dict, name: str, phase: str
 ) -> list[pytest.MarkDecorator]:
     """Return the strict xfail of a known failure, bound to its error and its message."""
-    failure = known_failure_here(config, wants, name, phase)
+    stage = wants.get("stage")
+    failure = known_failure_of(config, name, phase, stage) if stage else None
     if failure is None:
         return []
     reason = (
@@ -119,8 +118,7 @@ def _xfails(
 
 def _ship_xfails(config: pytest.Config, name: str, metric: str) -> list[pytest.MarkDecorator]:
     """Return the strict xfail of a studied row's ship decision."""
-    model = config.getoption("--model").partition("@")[0]
-    decision = limits.DECISIONS.get(model, {}).get(name)
+    decision = limits.DECISIONS.get(model_of(config), {}).get(name)
     if metric != "ship" or decision != limits.STUDIED:
         return []
     reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
@@ -154,8 +152,8 @@ def _is_unpublished(config: pytest.Config, name: str, phase: str, metric: str) -
         return False
     if config.getoption("--update-baselines") or (name, metric) == FP16_TO_ITSELF:
         return False
-    model = config.getoption("--model").partition("@")[0]
-    published = _published_values(baseline_folder(target, backend.target, model), name)
+    folder = baseline_folder(target, backend.target, model_of(config))
+    published = _published_values(folder, name)
     value = PUBLISHED_VALUES.get(metric.removeprefix(BASELINE_PREFIX))
     return published is not None and f"{phase}/{value}" not in published
 

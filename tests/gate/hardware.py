@@ -14,7 +14,7 @@ from gptneo_trt.runtime import load
 from gptneo_trt.targets import Gpu, gpu_mismatch
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate.cells import baseline_folder
-from tests.gate.selection import gpu_of, known_failures_here, target_of
+from tests.gate.selection import gpu_of, known_failures_here, model_of, target_of
 
 # The smallest network that has every part: what TensorRT refuses here, it refuses of any row.
 PROBE = Architecture(
@@ -52,8 +52,8 @@ def _tensorrt_refusal(config: pytest.Config, gpu: Gpu) -> str | None:
     """
     backend = backend_named(config.getoption("--tensorrt"))
     checkpoint = replace(random_checkpoint(PROBE, 0), name="the probe of the hardware gate")
-    runs_on = f"{gpu.name}, driver {gpu.driver}"
-    request = PlanRequest(backend, checkpoint, VARIANTS[FLOOR], None, "decode", 8, gpu=runs_on)
+    row, runs_on = VARIANTS[FLOOR], gpu.identity
+    request = PlanRequest(backend, checkpoint, row, None, "decode", 8, gpu=runs_on)
     try:
         built = build_plan(request, config.getoption("--gate-cache"))
         load(backend, built.path, built.kernels)
@@ -77,8 +77,7 @@ def _no_baselines(config: pytest.Config) -> str | None:
     if config.getoption("--update-baselines") or Path(config.getoption("--model")).is_dir():
         return None
     target, backend = target_of(config), backend_named(config.getoption("--tensorrt"))
-    model = config.getoption("--model").partition("@")[0]
-    folder = baseline_folder(target, backend.target, model)
+    folder = baseline_folder(target, backend.target, model_of(config))
     if next(folder.glob("*.json"), None):
         return None
     others = sorted(path.name for path in folder.parents[1].glob("*/") if path.is_dir())

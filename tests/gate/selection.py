@@ -23,6 +23,11 @@ def target_of(config: pytest.Config) -> Target:
     return target_of_expression(config.getoption("markexpr"))
 
 
+def model_of(config: pytest.Config) -> str:
+    """Return the name of what ``--model`` asks for, without a revision."""
+    return str(config.getoption("--model")).partition("@")[0]
+
+
 def gpu_of(config: pytest.Config) -> Gpu | None:
     """Return the GPU at hand, looked for once a run."""
     if _GPU not in config.stash:

@@ -1,6 +1,8 @@
 """Engines load, multiply in FP8 what their row says, give the same bits again, and lose no more
 than the recipe that they were built from."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,30 @@ from tests.gate.measure import distribution
 from tests.gate.run import EXCESS_CONFIDENCE
 
 LEFT_BEHIND = (float("nan"), 6e4)
+
+
+@pytest.fixture(scope="session")
+def direct(engines, measured, interpreted):
+    """Return a function (variant, phase) -> Metrics of the engine's logits to the interpreter's."""
+
+    @cache
+    def compared(variant, phase):
+        expected, obtained = interpreted(variant, phase).logits, measured(variant, phase).logits
+        reference = distribution(engines.prose[:, : expected.shape[1]], expected)
+        return metrics.summarize(
+            metrics.compare(reference, obtained.reshape(-1, obtained.shape[-1]))
+        )
+
+    return compared
+
+
+def _finite_pair(variant, phase, metric, measured, interpreted, judge):
+    """Return what engine and interpreter gave, unless there is something not finite in it."""
+    engine, recipe = measured(variant, phase), interpreted(variant, phase)
+    broken = engine.non_finite or recipe.non_finite
+    if broken:
+        judge(not_measured(variant.name, phase, metric, broken))
+    return engine, recipe
 
 
 @pytest.mark.cells(phases=PHASES, metrics=("engine/loads",), hardware=True, stage="deserialize")
@@ -80,10 +106,7 @@ def test_engine_loses_what_its_recipe_loses(
     variant, phase, metric, measured, interpreted, gate_run, judge
 ):
     """KL to the reference, paired a token: the engine's minus that of its interpreted network."""
-    engine, recipe = measured(variant, phase), interpreted(variant, phase)
-    broken = engine.non_finite or recipe.non_finite
-    if broken:
-        judge(not_measured(variant.name, phase, metric, broken))
+    engine, recipe = _finite_pair(variant, phase, metric, measured, interpreted, judge)
     reference = metric.split("/")[1]
     own, expected = (each.metrics[f"prose/{reference}"] for each in (engine, recipe))
     paired = paired_difference(
@@ -107,19 +130,12 @@ def test_engine_loses_what_its_recipe_loses(
     rows="exact",
 )
 def test_engine_gives_what_its_network_gives(
-    variant, phase, metric, engines, measured, interpreted, gate_run, judge
+    variant, phase, metric, direct, measured, interpreted, gate_run, judge
 ):
     """Without FP8, engine and interpreted network agree token by token."""
-    engine, recipe = measured(variant, phase), interpreted(variant, phase)
-    broken = engine.non_finite or recipe.non_finite
-    if broken:
-        judge(not_measured(variant.name, phase, metric, broken))
-    token_ids = engines.prose[:, : recipe.logits.shape[1]]
-    tokens = metrics.compare(
-        distribution(token_ids, recipe.logits), engine.logits.reshape(-1, engine.logits.shape[-1])
-    )
+    _finite_pair(variant, phase, metric, measured, interpreted, judge)
     name = metric.removeprefix("direct/")
-    obtained = metrics.summarize(tokens).values[name]
+    obtained = direct(variant, phase).values[name]
     gate_run.add_value(variant.name, f"{phase}/{metric}", obtained)
     bound = {
         "kl_mean_nats": Bound(AT_MOST, limits.DIRECT_KL_NATS),

@@ -42,7 +42,7 @@ def runs_on(target: Target, gpu: Gpu | None) -> str:
     wrong = gpu_mismatch(target, gpu)
     if wrong or gpu is None:
         pytest.fail(wrong or "no GPU", pytrace=False)
-    return f"{gpu.name}, driver {gpu.driver}"
+    return gpu.identity
 
 
 @pytest.fixture(scope="session")
