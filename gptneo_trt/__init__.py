@@ -22,6 +22,7 @@ targets         which GPU is here, and what each target needs
 known_failures  what is expected to fail, where, and with which message, as rows
 runtime         plan -> ICudaEngine and context; what it computes in FP8
 engine          plan -> executor on the GPU
+cuda_graph      work on a GPU -> replay of one CUDA graph
 interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
 decoder         tokens -> logits, K and V, through prefill or decode, over either executor

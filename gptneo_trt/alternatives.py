@@ -24,6 +24,7 @@ import torch
 from transformers import DynamicCache
 
 from gptneo_trt import reference
+from gptneo_trt.cuda_graph import captured
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import RunError
 from gptneo_trt.static_step import Device, float32_on_host, seeded_token_ids, static_step
@@ -145,32 +146,6 @@ def _expect_gpu(name: str, device: Device) -> None:
         )
 
 
-def captured(function: Callable[[], object], device: Device) -> Callable[[], None]:
-    """Return a call that replays, as one CUDA graph, what ``function`` launches.
-
-    ``function`` runs WARMUPS times on a side stream before it is captured.
-
-    Raises:
-        RunError: there is no GPU, or a warm-up or the capture failed; never a slower call.
-    """
-    name = getattr(function, "__qualname__", repr(function))
-    _expect_gpu(name, device)
-    with torch.cuda.device(torch.device(device)):
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUPS):
-                    function()
-            torch.cuda.current_stream().wait_stream(stream)
-            # The outer one puts the caller's stream back: a failed capture leaves its own behind.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                function()
-        except RuntimeError as error:
-            raise RunError(f"CUDA graph of {name}: warm-up or capture failed: {error}") from error
-    return graph.replay
-
-
 @dataclass(frozen=True)
 class Alternative:
     """Describe one row.
@@ -241,7 +216,11 @@ def alternative(
         _expect_gpu(name, device)
     try:
         runner = row.make(checkpoint, context, device)
-        replay = captured(runner.step, device) if row.graph else runner.step
+        if row.graph:
+            stream = torch.cuda.Stream(device)
+            replay: Any = captured(runner.step, stream, WARMUPS, f"alternative {name}, {phase}")
+        else:
+            replay = runner.step
     except RuntimeError as error:
         raise RunError(f"alternative {name}, {phase}: {error}; it needs {row.needs}") from error
     return Timed(name, replay, runner.prepare, runner.outputs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gptneo_trt.cuda_graph import captured
 from gptneo_trt.data import Plan
 from gptneo_trt.errors import RunError
 from gptneo_trt.plans import PlanRequest
@@ -186,15 +187,4 @@ class Engine:
         Raises:
             RunError: it cannot be captured. There is no slower way around that.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            function()
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # The outer one puts the caller's stream back: a failed capture leaves its own behind.
-            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, stream=self._stream):
-                function()
-        except RuntimeError as error:
-            raise RunError(f"{self._title}: CUDA graph capture failed: {error}") from error
-        return graph.replay
+        return captured(function, self._stream, warm_ups=1, title=self._title)

@@ -1,7 +1,6 @@
 """Alternatives: what runs instead of an engine gives Hugging Face's logits, and runs as stated."""
 
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,7 @@ from tiny import T0, kl_nats, tiny_checkpoint
 from gptneo_trt import alternatives, reference
 from gptneo_trt.alternatives import ALTERNATIVES, Alternative
 from gptneo_trt.errors import RunError
-from gptneo_trt.static_step import StaticStep, seeded_token_ids, static_step
+from gptneo_trt.static_step import seeded_token_ids, static_step
 
 CONTEXT = 16
 CPU = torch.device("cpu")
@@ -123,78 +122,6 @@ def test_weights_read_copies(t0):
     assert not read.outputs().any()
 
 
-def test_R05_capture_needs_a_gpu(t0):
-    """Without a GPU there is no graph, and no slower call in its place."""
-    static = StaticStep(t0, CONTEXT, CPU, torch.float32)
-    with pytest.raises(RunError, match=r"graph of StaticStep.step: obtained device cpu.*a GPU"):
-        alternatives.captured(static.step, "cpu")
-
-
-class StubGraph:
-    """Stand in for a CUDA graph."""
-
-    def replay(self):
-        """Be replayed."""
-
-
-class StubStream:
-    """Stand in for a CUDA stream: says what it waits for."""
-
-    def __init__(self, said, name):
-        self.said, self.name = said, name
-
-    def wait_stream(self, other):
-        """Say what is waited for."""
-        self.said.append(f"{self.name} waits for {other.name}")
-
-
-@pytest.fixture
-def stub_cuda(monkeypatch):
-    """Let torch.cuda say what would be launched where; return what it said."""
-    said = []
-    current, side = StubStream(said, "current"), StubStream(said, "side")
-
-    @contextmanager
-    def inside(what):
-        said.append(f"enter {getattr(what, 'name', type(what).__name__)}")
-        yield
-        said.append("leave")
-
-    for name, stub in {
-        "CUDAGraph": StubGraph,
-        "Stream": lambda: side,
-        "current_stream": lambda: current,
-        "stream": inside,
-        "graph": inside,
-        "device": inside,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stub)
-    return said
-
-
-def test_R05_capture_follows_the_warm_up(stub_cuda):
-    """Warm-ups run on a side stream, ordered with the current one, before one captured call."""
-    replay = alternatives.captured(lambda: stub_cuda.append("run"), "cuda")
-    warm_up = ["enter side", *["run"] * alternatives.WARMUPS, "leave"]
-    capture = ["enter current", "enter StubGraph", "run", "leave", "leave"]
-    order = ["side waits for current", *warm_up, "current waits for side", *capture]
-    assert stub_cuda == ["enter device", *order, "leave"]
-    assert isinstance(replay.__self__, StubGraph)
-
-
-@pytest.mark.parametrize("successes", [0, alternatives.WARMUPS])
-def test_R05_failed_capture_is_an_error(stub_cuda, successes):
-    """A function that fails, warming up or captured, gives no call at all."""
-
-    def step():
-        if stub_cuda.count("run") == successes:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        stub_cuda.append("run")
-
-    with pytest.raises(RunError, match=r"graph of .*step: warm-up or capture failed: .*capturing"):
-        alternatives.captured(step, "cuda")
-
-
 def test_rows_are_told_apart_by_name_and_phase():
     """Every row has its own name and phase, and says what it needs."""
     assert [(row.phase, row.name) for row in ALTERNATIVES] == [
@@ -243,15 +170,25 @@ def test_R05_rows_under_a_graph_need_a_gpu(t0, row):
 def test_static_row_is_the_float16_step_captured(t0, expected, monkeypatch):
     """The row's replay is what the capture returns, and its outputs are the last logits."""
     captured = []
+
+    def capture(function, *how):
+        captured.append((function, how))
+        return function
+
     monkeypatch.setattr(alternatives, "_expect_gpu", lambda name, device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a new stream")
     monkeypatch.setattr(
-        alternatives, "captured", lambda function, device: captured.append(function) or function
+        alternatives,
+        "captured",
+        lambda function, *how: captured.append((function, how)) or function,
     )
     timed = alternatives.alternative("static_graph", "decode", t0, CONTEXT, CPU)
     timed.prepare()
     timed.replay()
-    assert timed.replay is captured[0]
-    assert captured[0].__self__.keys[0].dtype == torch.float16
+    ((function, how),) = captured
+    assert timed.replay is function
+    assert how == ("a new stream", alternatives.WARMUPS, "alternative static_graph, decode")
+    assert function.__self__.keys[0].dtype == torch.float16
     assert kl_nats(expected[-1], timed.outputs()) < 5e-3
 
 

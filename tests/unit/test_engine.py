@@ -50,6 +50,7 @@ class Gpu:
         return SimpleNamespace(
             name=name,
             cuda_stream=name,
+            device=None,
             wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"),
             synchronize=lambda: self.log.append(f"host waits for {name}"),
         )
@@ -503,7 +504,8 @@ def test_R05_a_function_that_cannot_be_captured_is_an_error(stub, engine_of, gpu
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(
-        RunError, match=r"fp16, prefill, .*: CUDA graph capture failed: operation not permit"
+        RunError,
+        match=r"fp16, prefill, .*: CUDA graph: .*capture failed: operation not permit",
     ):
         engine.repeat(waits_for_the_host)
     assert gpu.current.name == "current"
@@ -514,7 +516,7 @@ def test_R05_a_capture_that_ends_badly_is_an_error(stub, engine_of, gpu):
     """A failure that shows only when the capture ends is one too."""
     engine, feeds = engine_of(stub()), text()
     gpu.broken = True
-    with pytest.raises(RunError, match="CUDA graph capture failed: operation failed due to a prev"):
+    with pytest.raises(RunError, match="capture failed: operation failed due to a previous error"):
         engine.repeat(lambda: engine.run(feeds))
     assert gpu.current.name == "current"
     gpu.broken = False
