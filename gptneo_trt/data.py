@@ -340,6 +340,8 @@ class Cell:
         baseline: the stored value, None where there is none.
         verdict: "passed", "failed", "inconclusive" or "not measured".
         reason: one sentence.
+        minimum_detectable: smallest true worsening that this comparison finds with the power of
+            ``tests/gate/tolerances.py``, in the metric's unit; None where nothing is estimated.
     """
 
     variant: str
@@ -350,6 +352,7 @@ class Cell:
     baseline: float | None
     verdict: str
     reason: str
+    minimum_detectable: float | None = None
 
 
 @dataclass(frozen=True)
