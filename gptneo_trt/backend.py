@@ -167,31 +167,32 @@ def add_attention(backend: Backend, network: Any, query: Any, key: Any, value: A
 
 def create_context(
     backend: Backend, engine: Any, kernels: bytes | None = None
-) -> tuple[Any, bytes | None]:
-    """Return an ``IExecutionContext`` whose kernels never change, and kernels to keep.
+) -> tuple[Any, Any, bool]:
+    """Return an ``IExecutionContext`` whose kernels never change, and the cache they are kept in.
 
-    TensorRT-RTX compiles kernels when a context is created. By default it runs others until the
-    specialised ones are ready, which changes logits and times between calls: here it compiles
-    them all before it returns. TensorRT compiled its kernels when the plan was built.
+    TensorRT-RTX compiles kernels when a context is created, and more at the first run of every
+    new length. By default it runs others until the specialised ones are ready, which changes
+    logits and times between calls: here it waits for them. TensorRT compiled its kernels when
+    the plan was built.
 
     Args:
         backend: the flavour.
         engine: ``ICudaEngine``.
-        kernels: what an earlier call for this plan on this GPU gave; seconds become milliseconds.
+        kernels: what such a cache held when it was serialized, for this plan on this GPU: seconds
+            become milliseconds. What TensorRT refuses is compiled anew.
 
     Returns:
-        The context, None when TensorRT refuses; and the kernels compiled now, None when
-        ``kernels`` held them or the flavour keeps none.
+        The context, None when TensorRT refuses; its ``IRuntimeCache``, which holds every kernel
+        compiled so far, None where the flavour has none; and whether it took ``kernels``.
     """
     if backend.flavour != "tensorrt_rtx":
-        return engine.create_execution_context(), None
+        return engine.create_execution_context(), None, False
     config = engine.create_runtime_config()
     config.dynamic_shapes_kernel_specialization_strategy = (
         backend.trt.DynamicShapesKernelSpecializationStrategy.EAGER
     )
-    compiled = config.create_runtime_cache()
-    known = kernels is not None and compiled.deserialize(kernels)
-    if not config.set_runtime_cache(compiled):
+    cache = config.create_runtime_cache()
+    taken = kernels is not None and cache.deserialize(kernels)
+    if not config.set_runtime_cache(cache):
         raise RunError(f"{backend.target}: set_runtime_cache returned False")
-    context = engine.create_execution_context(config)
-    return context, None if known or context is None else bytes(compiled.serialize())
+    return engine.create_execution_context(config), cache, taken

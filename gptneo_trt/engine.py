@@ -84,6 +84,10 @@ class Engine:
             ports[name] = _Port(shape, TYPES[type_name], is_input)
         return ports
 
+    def keep_kernels(self) -> None:
+        """Keep what TensorRT-RTX compiled at the first run of each length for the next process."""
+        self.loaded.keep_kernels()
+
     def fp8_modules(self) -> tuple[str, ...]:
         """Return the projections that the engine multiplies in FP8, sorted."""
         return fp8_modules(self._backend, self.loaded)

@@ -1,8 +1,9 @@
 """Load a plan on the GPU at hand: plan -> ``ICudaEngine`` and ``IExecutionContext``; and read back
 what the engine really computes in FP8.
 
-Kernels that TensorRT-RTX compiles while it loads are kept in a file beside the plan, one a GPU
-and driver. A file that TensorRT does not accept is compiled anew and replaced.
+Kernels that TensorRT-RTX compiles, while it loads and at the first run of a length, are kept in
+a file beside the plan, one a GPU and driver. A file that TensorRT does not accept is compiled
+anew and replaced.
 """
 
 import json
@@ -29,6 +30,8 @@ class Loaded:
         context: its ``IExecutionContext``, with all kernels compiled.
         log: TensorRT's warnings and errors since loading began.
         load_s: seconds from file to context.
+        cache: the ``IRuntimeCache`` that kernels are compiled into; None where there is none.
+        kernels: file that its content is kept in; None keeps none.
     """
 
     runtime: Any
@@ -36,6 +39,16 @@ class Loaded:
     context: Any
     log: Log
     load_s: float
+    cache: Any = None
+    kernels: Path | None = None
+
+    def keep_kernels(self) -> None:
+        """Write the kernels compiled so far where the file has fewer or more bytes of them."""
+        if self.cache is None or self.kernels is None:
+            return
+        content = bytes(self.cache.serialize())
+        if not self.kernels.exists() or len(content) != self.kernels.stat().st_size:
+            _write(self.kernels, content)
 
 
 def load(backend: Backend, plan: Path, kernels: Path | None = None) -> Loaded:
@@ -44,7 +57,8 @@ def load(backend: Backend, plan: Path, kernels: Path | None = None) -> Loaded:
     Args:
         backend: the flavour.
         plan: the serialized engine; its side-car names what built it.
-        kernels: file of compiled kernels, read if it is there and written if not; None keeps none.
+        kernels: file of compiled kernels, read if it is there, written where there are others; None
+            keeps none.
 
     Raises:
         RunError: there is no such plan, or TensorRT refuses it; the message has the version that
@@ -61,13 +75,18 @@ def load(backend: Backend, plan: Path, kernels: Path | None = None) -> Loaded:
     if engine is None:
         raise RunError(_refused(backend, plan, "deserialize_cuda_engine", log))
     known = kernels.read_bytes() if kernels and kernels.exists() else None
-    context, compiled = create_context(backend, engine, known)
+    context, cache, taken = create_context(backend, engine, known)
     if context is None:
         raise RunError(_refused(backend, plan, "create_execution_context", log))
-    if kernels and compiled:
-        with whole_file(kernels) as temporary:
-            temporary.write_bytes(compiled)
-    return Loaded(runtime, engine, context, log, time.perf_counter() - started)
+    load_s = time.perf_counter() - started
+    if kernels and cache is not None and not taken:
+        _write(kernels, bytes(cache.serialize()))
+    return Loaded(runtime, engine, context, log, load_s, cache, kernels)
+
+
+def _write(kernels: Path, content: bytes) -> None:
+    with whole_file(kernels) as temporary:
+        temporary.write_bytes(content)
 
 
 def _refused(backend: Backend, plan: Path, call: str, log: Log) -> str:

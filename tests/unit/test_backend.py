@@ -144,10 +144,6 @@ class RuntimeCache:
         """Return whether the kernels are this GPU's."""
         return content == KERNELS
 
-    def serialize(self):
-        """Return what was compiled, in a buffer."""
-        return memoryview(KERNELS)
-
 
 def rtx_engine(context="a context", accepts=True):
     """Return an ``ICudaEngine`` of TensorRT-RTX that keeps its runtime config and its calls."""
@@ -172,27 +168,25 @@ def rtx_engine(context="a context", accepts=True):
 def test_tensorrt_rtx_compiles_every_kernel_before_it_runs(backend):
     """A context is made from a config that asks for eager kernels and holds a runtime cache."""
     engine = rtx_engine()
-    context, compiled = create_context(backend, engine)
+    context, kept, taken = create_context(backend, engine)
     strategies = backend.trt.DynamicShapesKernelSpecializationStrategy
     assert engine.config.dynamic_shapes_kernel_specialization_strategy == strategies.EAGER
     cache, config = engine.calls
     assert isinstance(cache, RuntimeCache)
     assert config is engine.config
-    assert (context, compiled) == ("a context", KERNELS)
-    assert type(compiled) is bytes
+    assert (context, kept, taken) == ("a context", cache, False)
 
 
-@pytest.mark.parametrize(
-    ("known", "kept"), [(KERNELS, None), (b"garbage", KERNELS), (b"", KERNELS)]
-)
-def test_R06_known_kernels_are_not_kept_again_and_foreign_ones_are_replaced(backend, known, kept):
-    """Kernels that TensorRT takes are not given back; what it refuses is compiled anew."""
-    assert create_context(backend, rtx_engine(), known) == ("a context", kept)
+@pytest.mark.parametrize(("known", "taken"), [(KERNELS, True), (b"garbage", False), (b"", False)])
+def test_R06_kernels_that_tensorrt_takes_are_told_from_foreign_ones(backend, known, taken):
+    """Whether the offered kernels were taken is said; a context is there either way."""
+    context, _, obtained = create_context(backend, rtx_engine(), known)
+    assert (context, obtained) == ("a context", taken)
 
 
-def test_N06_no_context_gives_no_kernels(backend):
-    """Without a context nothing was compiled: there is nothing to keep."""
-    assert create_context(backend, rtx_engine(context=None)) == (None, None)
+def test_N06_a_context_that_is_refused_is_none(backend):
+    """TensorRT's refusal is handed on."""
+    assert create_context(backend, rtx_engine(context=None))[0] is None
 
 
 def test_a_runtime_cache_that_is_refused_is_an_error(backend):
@@ -207,8 +201,8 @@ def test_tensorrt_creates_a_context_and_nothing_else():
     """TensorRT has no runtime cache: a context is asked for plainly, and kernels are ignored."""
     full = Backend("tensorrt", "11.4.0.106", SimpleNamespace())
     engine = SimpleNamespace(create_execution_context=lambda: "a context")
-    assert create_context(full, engine) == ("a context", None)
-    assert create_context(full, engine, KERNELS) == ("a context", None)
+    assert create_context(full, engine) == ("a context", None, False)
+    assert create_context(full, engine, KERNELS) == ("a context", None, False)
 
 
 def test_attention_is_added_without_the_causal_flag(backend):

@@ -45,8 +45,9 @@ def pipeline(backend, tmp_path):
             loaded.append((variant.name, phase))
             if variant == FP8:
                 raise RunError(f"{phase}: refused")
-            network = build_network(backend, checkpoint, variant, None, phase, CONTEXT)
-            return kind(network)
+            executor = kind(build_network(backend, checkpoint, variant, None, phase, CONTEXT))
+            executor.keep_kernels = lambda: loaded.append("kernels kept")
+            return executor
 
         made = EnginePipeline(Setup("bundled", "tensorrt_rtx", "bundled", tmp_path), load)
         made.checkpoint = checkpoint
@@ -77,6 +78,13 @@ def test_a_failed_load_fails_again_and_is_not_tried_again(pipeline):
         errors.append(caught.value)
     assert errors[0] is errors[1]
     assert loaded == [("fp8", "prefill")]
+
+
+def test_kernels_of_the_lengths_that_ran_are_kept(pipeline):
+    """What the hundred calls compiled is there for the next run."""
+    make, loaded = pipeline
+    make().first_and_last_logits(FP16, "prefill")
+    assert loaded == [("fp16", "prefill"), "kernels kept"]
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -36,6 +36,7 @@ class Stub:
     def __init__(self, real):
         self.real, self.engine, self.context = real, self, SimpleNamespace()
         self.offered, self.contexts, self.config = [], [], SimpleNamespace()
+        self.compiled = KERNELS
         self.config.create_runtime_cache = lambda: self
         self.config.set_runtime_cache = lambda cache: cache is self
         self.trt = SimpleNamespace(
@@ -69,8 +70,8 @@ class Stub:
         return content == KERNELS
 
     def serialize(self):
-        """Return the kernels of the cache."""
-        return KERNELS
+        """Return the kernels of the cache, in a buffer."""
+        return memoryview(self.compiled)
 
 
 @pytest.fixture
@@ -170,7 +171,19 @@ def test_kernels_are_written_once_and_read_the_next_time(stub, rtx, plan, tmp_pa
     assert [path.name for path in kernels.parent.iterdir()] == ["some.kernels"]
 
 
-@pytest.mark.parametrize("content", [b"garbage", b""])
+def test_kernels_of_a_new_length_are_kept_with_the_others(stub, rtx, plan, tmp_path):
+    """What runs compiled is written when asked, once, and found by the next process."""
+    kernels = tmp_path / "some.kernels"
+    loaded = load(rtx, plan, kernels)
+    stub.compiled = KERNELS + b" and another length"
+    loaded.keep_kernels()
+    assert kernels.read_bytes() == stub.compiled
+    written = kernels.stat().st_ino
+    loaded.keep_kernels()
+    assert kernels.stat().st_ino == written
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"", bytes(len(KERNELS))])
 def test_R06_kernels_that_tensorrt_refuses_are_replaced(stub, rtx, plan, tmp_path, content):
     """Foreign or damaged kernels cost one compilation; who reads them meanwhile has them whole."""
     kernels, reader = tmp_path / "some.kernels", tmp_path / "the same file"
@@ -185,7 +198,7 @@ def test_R06_kernels_that_tensorrt_refuses_are_replaced(stub, rtx, plan, tmp_pat
 def test_no_kernels_are_kept_where_none_are_asked_for(rtx, plan, tmp_path):
     """Without a place for them nothing is written."""
     before = sorted(tmp_path.iterdir())
-    load(rtx, plan)
+    load(rtx, plan).keep_kernels()
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -204,7 +217,7 @@ def test_tensorrt_keeps_no_kernels(stub, rtx, plan, tmp_path):
     assert load(full, plan, kernels).context is stub.context
     assert not kernels.exists()
     kernels.write_bytes(b"of another time")
-    load(full, plan, kernels)
+    load(full, plan, kernels).keep_kernels()
     assert stub.offered == []
     assert stub.contexts == [(), ()]
     assert kernels.read_bytes() == b"of another time"
