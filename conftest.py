@@ -23,11 +23,12 @@ from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest, build_plan
 from gptneo_trt.scales import constant_scales, read_scales, scales_path, write_scales
 from gptneo_trt.targets import Gpu, Target
+from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate.cells import folder_of
 from tests.gate.measurer import CONTEXT, Measurer, Setup
-from tests.gate.selection import gpu_of, selected_names, target_of
+from tests.gate.selection import gpu_of, selected_names, target_of, text_source_of
 
 if TYPE_CHECKING:
     from tests.gate.engines import EnginePipeline
@@ -79,6 +80,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "most 4, and 8 on a large machine)",
     )
     group.addoption(
+        "--summation-order",
+        metavar="N",
+        type=int,
+        default=0,
+        help="add the terms of every sum of interpreted networks in the order number N, as another "
+        "processor may: measures the noise of a run without a regression (default: 0, natural)",
+    )
+    group.addoption(
         "--update-baselines",
         action="store_true",
         help="write baselines/ from this run, which then fails: commit, and run again without",
@@ -93,16 +102,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     config.option.model = config.getoption("--model") or target.model
     config.option.tensorrt = config.getoption("--tensorrt") or target.flavour
+    order = config.getoption("--summation-order")
+    if order < 0:
+        raise pytest.UsageError(f"--summation-order: obtained {order}, expected 0 or more")
+    if order and config.getoption("--update-baselines"):
+        raise pytest.UsageError(
+            f"--update-baselines: obtained --summation-order={order}, expected 0: what is stored "
+            "is the natural order; leave one of the two options out"
+        )
     unknown = sorted(set(selected_names(config)) - set(VARIANTS))
     if unknown:
         raise pytest.UsageError(
             f"--variants: unknown rows {unknown}; the rows are: {', '.join(VARIANTS)}"
         )
-
-
-def text_source_of(checkpoint: Checkpoint) -> str:
-    """Return which texts judge a checkpoint: the study's for one of the hub."""
-    return "study" if checkpoint.revision else "bundled"
 
 
 @pytest.fixture(scope="session")
@@ -144,6 +156,8 @@ def run_provenance(
     options = [f"--model={_model_name(pytestconfig)}", f"--tensorrt={backend.flavour}"]
     if pytestconfig.getoption("--variants"):
         options.append(f"--variants={pytestconfig.getoption('--variants')}")
+    if pytestconfig.getoption("--summation-order"):
+        options.append(f"--summation-order={pytestconfig.getoption('--summation-order')}")
     return provenances.provenance(
         f"{target.name}/{backend.target}", ["pytest", "-m", target.name, *options], gpu
     )
@@ -161,23 +175,28 @@ def baseline_folder(target: Target, checkpoint: Checkpoint, backend: Backend) ->
 
 
 @pytest.fixture(scope="session")
-def texts(checkpoint: Checkpoint) -> dict[str, TextSet]:
+def texts(pytestconfig: pytest.Config, checkpoint: Checkpoint) -> dict[str, TextSet]:
     """Return the texts that calibrate and judge a checkpoint; none for random weights."""
     if not checkpoint.has_quality:
         return {}
-    source, shapes = text_source_of(checkpoint), checkpoint.architecture
+    source, shapes = text_source_of(pytestconfig), checkpoint.architecture
     return {
         name: text_set(name, source, checkpoint.tokenizer_file, CONTEXT, shapes.vocab_size)
-        for name in ("calibration", "prose", "questions", "prompts")
+        for name in SOURCES[source]
     }
 
 
 @pytest.fixture(scope="session")
-def setup(pytestconfig: pytest.Config, target: Target, checkpoint: Checkpoint) -> Setup:
+def setup(pytestconfig: pytest.Config, target: Target) -> Setup:
     """Return what a process that measures has to load."""
-    model, flavour = (pytestconfig.getoption(name) for name in ("--model", "--tensorrt"))
-    cache = pytestconfig.getoption("--gate-cache")
-    return Setup(model, flavour, text_source_of(checkpoint), cache, target.needs_gpu)
+    return Setup(
+        pytestconfig.getoption("--model"),
+        pytestconfig.getoption("--tensorrt"),
+        text_source_of(pytestconfig),
+        pytestconfig.getoption("--gate-cache"),
+        keep_logits=target.needs_gpu,
+        summation_order=pytestconfig.getoption("--summation-order"),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -254,12 +273,33 @@ def plan(
 
 @pytest.fixture(scope="session")
 def interpreted(
-    variants: list[Variant], scales: Scales | None, measurer: Measurer
+    pytestconfig: pytest.Config,
+    target: Target,
+    variants: list[Variant],
+    scales: Scales | None,
+    measurer: Measurer,
 ) -> Callable[[Variant, str], Measurement]:
     """Return a function (variant, phase) -> Measurement of the interpreter, which runs ahead."""
+    rolls_twice = pytestconfig.getoption("--update-baselines") and not target.needs_gpu
     for row in rows_with_floor(variants):
         measurer.submit(row, scales)
+        if rolls_twice and row in variants:
+            measurer.submit_second_roll(row, scales)
     return measurer.result
+
+
+@pytest.fixture(scope="session")
+def second_roll(
+    pytestconfig: pytest.Config, target: Target, request: pytest.FixtureRequest
+) -> Callable[[Variant, str], Measurement] | None:
+    """Return a function (variant, phase) -> Measurement of a selected row in another order.
+
+    None unless baselines are written. An engine's other order of summation is the interpreter's.
+    """
+    if not pytestconfig.getoption("--update-baselines"):
+        return None
+    interpreted = request.getfixturevalue("interpreted")
+    return interpreted if target.needs_gpu else request.getfixturevalue("measurer").second_roll
 
 
 @pytest.fixture(scope="session")

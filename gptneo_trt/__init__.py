@@ -15,26 +15,30 @@ scales          Scales <-> JSON
 backend         which TensorRT is here, and what differs between its flavours
 layers          pieces of a network: linear, layer norm, attention, quantize-dequantize
 network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
-inspection      INetworkDefinition -> which projections are quantized
+inspection      INetworkDefinition -> which projections are quantized; its fingerprint
 plans           network -> plan, in a child process; the plan cache
 plan_worker     the child process
 targets         which GPU is here, and what each target needs
+gpu_watch       clocks, temperature, throttling and other processes of a GPU while it is timed
 known_failures  what is expected to fail, where, and with which message, as rows
 runtime         plan -> ICudaEngine and context; what it computes in FP8
 engine          plan -> executor on the GPU
 cuda_graph      work on a GPU -> replay of one CUDA graph
 interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
+summation       the same sums in another order, as another processor adds them
 decoder         tokens -> logits, K and V, through prefill or decode, over either executor
 timing          two executors -> ratio of their times with an interval
 alternatives    what a user would otherwise run, as rows
 static_step     a decode step in PyTorch with a static cache
 metrics         logits, logits, tokens -> Metrics
 paired          differences to a stored run, paired a token
+ratios          loss over the floor's, perplexity over the reference's, top-1 drop; with bounds
 baselines       Metrics <-> baselines/; differences
 token_values    values a token <-> .tokens.npz
 verdicts        value, limit, baseline -> Cell
 engine_verdicts time ratio, engine excess -> Cell
+scale_verdicts  calibrated ranges, stored ranges -> Cell
 report          Cells -> terminal table and results.json
 provenance      commit, versions, machine
 whole_file      write files that appear whole or not at all

@@ -196,3 +196,8 @@ def create_context(
     if not config.set_runtime_cache(cache):
         raise RunError(f"{backend.target}: set_runtime_cache returned False")
     return engine.create_execution_context(config), cache, taken
+
+
+def kernels_of(cache: Any) -> bytes:
+    """Return what the ``IRuntimeCache`` of ``create_context`` holds, to be given to it again."""
+    return bytes(cache.serialize())

@@ -86,7 +86,7 @@ class TextSet:
     """Hold tokenized texts, with what a comparison of two runs must agree on.
 
     Attributes:
-        name: "prose", "questions", "prompts" or "calibration".
+        name: "prose", "questions", "prompts", "sampled" or "calibration".
         source: bundled file name, or hub id, configuration and split.
         token_ids: N arrays, int32 [T] each.
         scored: "every" position, or the "last" one only.
@@ -167,6 +167,7 @@ class Plan:
         cached: whether an earlier build was used.
         log: TensorRT's warnings of that build.
         kernels: file of the kernels compiled for the GPU that runs it; None without a GPU.
+        sha256: of the file.
     """
 
     path: Path
@@ -175,6 +176,7 @@ class Plan:
     cached: bool
     log: tuple[str, ...]
     kernels: Path | None = None
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ class PairedDifference:
         lower: one-sided lower bound of the mean at ``confidence``.
         upper: one-sided upper bound of the mean at ``confidence``.
         standard_error: of the mean, with texts as the independent units.
-        minimum_detectable: true difference that would be found with probability ``paired.POWER``.
+        minimum_detectable: true difference that is found with the power asked of
+            ``paired.paired_difference``.
         confidence: of each bound.
         texts: number of blocks.
         positions: number of differences.
@@ -279,6 +282,23 @@ class PairedDifference:
     confidence: float
     texts: int
     positions: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Hold a figure and its one-sided bounds.
+
+    Attributes:
+        value: the figure.
+        lower: one-sided lower bound at ``confidence``.
+        upper: one-sided upper bound at ``confidence``.
+        confidence: of each bound.
+    """
+
+    value: float
+    lower: float
+    upper: float
+    confidence: float
 
 
 @dataclass(frozen=True)
@@ -366,6 +386,8 @@ class Provenance:
         command: as typed.
         versions: package -> version.
         machine: processor, cores and threads, or the GPU.
+        gpu: name, compute capability, driver, clocks in MHz and power limit in W of the GPU that
+            ran the engines; None where it does not tell; empty where none ran any.
     """
 
     target: str
@@ -374,3 +396,4 @@ class Provenance:
     command: str
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
+    gpu: Mapping[str, str | float | None] = field(default_factory=dict)

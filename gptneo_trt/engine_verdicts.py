@@ -1,20 +1,21 @@
 """Time ratio, engine excess -> Cell; pure, and closed as ``verdicts`` is."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scipy import stats
 
 from gptneo_trt.data import Cell, PairedDifference, Speedup
 from gptneo_trt.verdicts import (
     NO_BASELINE,
     NOT_MEASURED,
+    UPDATE_IT,
     measurement_fault,
     paired_fault,
     stored_fault,
     tolerance_fault,
 )
-
-# How far an A/A ratio may be from 1 although its interval excludes it: with many rounds the
-# interval gets narrower than anything that matters. The study gives ratios to 0.01.
-NOISE_FRAC = 0.005
 
 
 def judge_speedup(
@@ -25,6 +26,9 @@ def judge_speedup(
     stored: float | None,
     tolerance_frac: float,
     noise: Speedup | None,
+    *,
+    noise_frac: float,
+    minimum_detectable: float | None = None,
 ) -> Cell:
     """Judge a time ratio, better when larger, against the stored one.
 
@@ -32,23 +36,57 @@ def judge_speedup(
     passed when its lower end is not, inconclusive in between: more rounds are needed. Passed
     with a note when its lower end is above stored * (1 + ``tolerance_frac``). Inconclusive,
     whatever it is, when the A/A run ``noise`` is missing or shows a noisy machine: its interval
-    excludes 1 and its ratio is more than NOISE_FRAC away from it.
+    excludes 1 and its ratio is more than ``noise_frac`` away from it.
+    ``minimum_detectable`` (see ``minimum_detectable_x``) is stated.
     """
     limit = f"stored - {100 * tolerance_frac:.6g} %"
     if stored is None:
         verdict, reason = "failed", NO_BASELINE
-    elif fault := _worst_ratio_fault(stored, tolerance_frac):
+    elif fault := _worst_ratio_fault(stored, tolerance_frac) or tolerance_fault(noise_frac):
         verdict, reason = "failed", fault
     elif obtained is None:
         verdict, reason = NOT_MEASURED, f"not measured: no ratio to hold against {stored:.6g}"
     elif fault := _ratio_fault(obtained) or (_ratio_fault(noise) if noise else ""):
         verdict, reason = "failed", fault
-    elif fault := _noise_fault(noise):
+    elif fault := noise_fault(noise, noise_frac):
         verdict, reason = "inconclusive", f"{fault}; obtained {_ratio_text(obtained)}"
     else:
         verdict, reason = _ratio_verdict(obtained, stored, tolerance_frac)
+    if minimum_detectable is not None:
+        reason += f"; minimum detectable effect {minimum_detectable:.3g}"
     ratio = None if obtained is None else obtained.ratio
-    return Cell(variant, phase, metric, ratio, limit, stored, verdict, reason)
+    return Cell(variant, phase, metric, ratio, limit, stored, verdict, reason, minimum_detectable)
+
+
+def judge_disturbed(cell: Cell, disturbances: Sequence[str]) -> Cell:
+    """Return a cell of times as it is, or inconclusive where the GPU was disturbed.
+
+    Args:
+        cell: as judged without a look at the GPU.
+        disturbances: during the measurement that is judged, the second one; a line each.
+    """
+    if not disturbances or cell.verdict == NOT_MEASURED:
+        return cell
+    otherwise = cell.reason if cell.verdict == "inconclusive" else f"{cell.verdict}: {cell.reason}"
+    reason = f"measured twice, disturbed: {'; '.join(disturbances)}; otherwise {otherwise}"
+    return replace(cell, verdict="inconclusive", reason=reason)
+
+
+def minimum_detectable_x(speedup: Speedup, confidence: float, power: float) -> float:
+    """Return the change of a time ratio that its rounds find with this power.
+
+    (z_confidence + z_power) * standard error (Bloom, Evaluation Review 19, 1995), z quantiles of
+    the normal distribution. The standard error is half of the bootstrap interval over the z of
+    that interval's end, because the median of paired rounds has no formula of its own.
+
+    Args:
+        speedup: with its two-sided interval.
+        confidence: of a one-sided bound, above 0.5 and below 1.
+        power: above 0 and below 1.
+    """
+    end = stats.norm.ppf((1 + speedup.confidence) / 2)
+    standard_error = (speedup.upper - speedup.lower) / 2 / end
+    return float(stats.norm.ppf([confidence, power]).sum() * standard_error)
 
 
 def judge_excess(
@@ -80,7 +118,8 @@ def judge_excess(
         allowed = max(tolerance_frac * recipe_mean_nats, tolerance_abs)
         verdict, reason = _excess_verdict(paired, recipe_mean_nats, allowed)
     obtained = None if paired is None else paired.mean
-    return Cell(variant, phase, metric, obtained, limit, None, verdict, reason)
+    detectable = None if paired is None else paired.minimum_detectable
+    return Cell(variant, phase, metric, obtained, limit, None, verdict, reason, detectable)
 
 
 def _worst_ratio_fault(stored: float, tolerance_frac: float) -> str:
@@ -114,15 +153,15 @@ def _ratio_fault(speedup: Speedup) -> str:
     return ""
 
 
-def _noise_fault(noise: Speedup | None) -> str:
+def noise_fault(noise: Speedup | None, noise_frac: float) -> str:
     """Return why the A/A run lets no ratio be judged, or ""."""
     if noise is None:
         return "no A/A run says how noisy the machine is"
-    if noise.lower <= 1 <= noise.upper or abs(noise.ratio - 1) <= NOISE_FRAC:
+    if noise.lower <= 1 <= noise.upper or abs(noise.ratio - 1) <= noise_frac:
         return ""
     return (
         f"the machine is too noisy: A/A gave {_ratio_text(noise)}, expected 1 within the bounds or "
-        f"a ratio within 1 +- {NOISE_FRAC:g}"
+        f"a ratio within 1 +- {noise_frac:g}"
     )
 
 
@@ -136,7 +175,7 @@ def _ratio_verdict(obtained: Speedup, stored: float, tolerance_frac: float) -> t
     if obtained.upper < worst:
         return "failed", f"slower than the baseline: {reason}"
     if obtained.lower > stored * (1 + tolerance_frac):
-        return "passed", f"faster than the baseline: update it: {reason}"
+        return "passed", f"faster {UPDATE_IT}: {reason}"
     if obtained.lower >= worst:
         return "passed", reason
     return "inconclusive", f"too few rounds to decide: {reason}"

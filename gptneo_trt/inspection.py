@@ -1,13 +1,18 @@
-"""Read back what a network quantizes and with which scales, from its layers, not from the row.
+"""Read back what a network is, from its layers and not from the row: what it quantizes, with
+which scales, and a fingerprint of all of it.
 
 A matrix product counts as FP8 when both of its inputs come from a Dequantize whose own input
 comes from a Quantize to FP8. Exactly one quantized input is an error: no row asks for it.
 """
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -83,3 +88,90 @@ def _scale_of(layer: Any, producer: dict[str, Any], trt: ModuleType) -> float:
     constant = producer[layer.get_input(1).name]
     constant.__class__ = trt.IConstantLayer
     return float(np.asarray(constant.weights).reshape(-1)[0])
+
+
+def fingerprint(network: Network) -> str:
+    """Return the SHA-256 of the graph as TensorRT holds it: another one is another network.
+
+    In it are inputs and outputs and every layer in order: type, names, types and shapes of its
+    tensors, all attributes, and the values of integer and bool constants (windows, positions).
+    The values of floating-point constants are not: weights and scales have hashes of their own.
+
+    Raises:
+        BuildError: a layer or attribute that cannot be described; nothing is left out silently.
+    """
+    definition, trt = network.definition, network.backend.trt
+    inputs = [definition.get_input(i) for i in range(definition.num_inputs)]
+    outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
+    described = {
+        "flags": definition.flags,
+        "inputs": [_described_tensor(tensor) for tensor in inputs],
+        "outputs": [tensor.name for tensor in outputs],
+        "layers": [
+            _described_layer(definition.get_layer(i), trt) for i in range(definition.num_layers)
+        ],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _described_tensor(tensor: Any) -> list[Any]:
+    return [tensor.name, tensor.dtype.name, list(tensor.shape)]
+
+
+def _name_of(tensor: Any) -> str | None:
+    """Return a tensor's name; None for an optional input that is left out."""
+    return None if tensor is None else tensor.name
+
+
+def _described_layer(layer: Any, trt: ModuleType) -> dict[str, Any]:
+    """Return everything that TensorRT says of a layer, as JSON types."""
+    kind: str = layer.type.name
+    typed = _classes(trt).get(f"i{kind.replace('_', '')}layer".lower())
+    if typed is None:
+        raise BuildError(f"layer {layer.name}: type {kind} has no class of its own; add it here")
+    tensors = {
+        "in": [_name_of(layer.get_input(i)) for i in range(layer.num_inputs)],
+        "out": [_described_tensor(layer.get_output(i)) for i in range(layer.num_outputs)],
+    }
+    layer.__class__ = typed
+    attributes = _attributes(layer, f"layer {layer.name}", trt)
+    layer.__class__ = trt.ILayer  # an IActivationLayer's own type would hide the layer's
+    return {"kind": kind, **tensors, "attributes": attributes}
+
+
+@cache
+def _classes(trt: ModuleType) -> dict[str, type]:
+    """Return class name in lower case -> class: layer types spell theirs differently."""
+    return {name.lower(): getattr(trt, name) for name in dir(trt) if name.startswith("I")}
+
+
+@cache
+def _property_names(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if isinstance(getattr(kind, name), property))
+
+
+def _attributes(thing: Any, title: str, trt: ModuleType) -> dict[str, Any]:
+    """Return property name -> value as JSON types."""
+    found, kind = {}, cast(Hashable, type(thing))  # mypy takes a class for unhashable
+    for name in _property_names(kind):
+        with suppress(RuntimeError):  # TensorRT's "Could not get block_shape": it is not set
+            found[name] = _plain(getattr(thing, name), f"{title}: {name}", trt)
+    return found
+
+
+def _plain(value: Any, title: str, trt: ModuleType) -> Any:
+    """Return an attribute as JSON types; of floating-point arrays the type and size alone."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, trt.ITensor):
+        return value.name
+    if isinstance(value, trt.IAttention):
+        return _attributes(value, title, trt)
+    if isinstance(value, trt.Dims | trt.Permutation):
+        return list(value)
+    if isinstance(value, np.ndarray):
+        exact = value.dtype.kind in "iub"
+        return [value.dtype.name, value.size, value.tolist() if exact else None]
+    if hasattr(type(value), "__members__"):
+        return value.name
+    raise BuildError(f"{title}: a {type(value).__name__} cannot be described; add it here")

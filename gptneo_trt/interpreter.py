@@ -6,7 +6,7 @@ are summed in another order than on a GPU: for fp16 and fp32 rows that is all th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from gptneo_trt.errors import RunError
 from gptneo_trt.network import Network
 from gptneo_trt.operators import MOVES_ONLY, Operation, read_layer, rounding
+from gptneo_trt.summation import keeps_its_axis, permuted, put_back, summed_axes
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,14 @@ class Interpreter:
     texts_at_once: int | None = None
     cache_type = torch.float32
 
-    def __init__(self, network: Network, device: str = "cpu") -> None:
+    def __init__(self, network: Network, device: str = "cpu", summation_order: int = 0) -> None:
         """Read the layers and evaluate what depends on constants alone, once.
+
+        Args:
+            network: what is evaluated.
+            device: where.
+            summation_order: 0 for the natural order of every sum; another number for one of its
+                own, see ``summation``.
 
         Raises:
             RunError: a layer, attribute or type that the interpreter does not know.
@@ -54,7 +61,12 @@ class Interpreter:
         outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
         self._types = {t.name: (t.dtype, tuple(t.shape), rounding(trt, t.dtype)) for t in inputs}
         self._output_names = tuple(t.name for t in outputs)
-        steps = [_read_step(definition.get_layer(i), trt) for i in range(definition.num_layers)]
+        layers = [definition.get_layer(i) for i in range(definition.num_layers)]
+        steps = [_read_step(layer, trt) for layer in layers]
+        if summation_order:
+            axes = [summed_axes(layer, trt) for layer in layers]
+            restored = [keeps_its_axis(layer) for layer in layers]
+            steps = _reordered(steps, axes, restored, summation_order)
         self._constants: dict[str, torch.Tensor] = {}
         self._steps = self._fold(steps)
         self._last_use = _last_uses(self._steps, self._output_names)
@@ -141,6 +153,35 @@ def _read_step(layer: Any, trt: ModuleType) -> _Step:
     round_output = None if layer.type.name in MOVES_ONLY else rounding(trt, output.dtype)
     names = tuple(tensor.name for tensor in inputs)
     return _Step(name, read_layer(layer, trt), round_output, names, output.name)
+
+
+def _reordered(
+    steps: Sequence[_Step],
+    axes: Sequence[Mapping[int, tuple[int, ...]]],
+    restored: Sequence[bool],
+    order: int,
+) -> list[_Step]:
+    """Return the steps with a step before them for each input whose terms are put in order.
+
+    One of a constant is evaluated once, as any other step.
+    """
+    found: dict[str, _Step] = {}
+    for step, own, restores in zip(steps, axes, restored, strict=True):
+        inputs = list(step.inputs)
+        for index, summed in own.items():
+            source = step.inputs[index]
+            inputs[index] = f"{source}.permuted{summed}"
+            operation = permuted(summed, order)
+            found.setdefault(
+                inputs[index], _Step(inputs[index], operation, None, (source,), inputs[index])
+            )
+        operation = _then_put_back(step.operation, order) if restores else step.operation
+        found[step.output] = replace(step, operation=operation, inputs=tuple(inputs))
+    return list(found.values())
+
+
+def _then_put_back(operation: Operation, order: int) -> Operation:
+    return lambda *inputs: put_back(operation(*inputs), order)
 
 
 def _last_uses(steps: Sequence[_Step], kept: Sequence[str]) -> dict[int, tuple[str, ...]]:

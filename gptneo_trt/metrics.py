@@ -12,7 +12,7 @@ import numpy as np
 
 from gptneo_trt.data import Metrics, ReferenceDistribution, TokenMetrics
 from gptneo_trt.errors import MetricError
-from gptneo_trt.paired import block_standard_error, text_sums
+from gptneo_trt.ratios import standard_errors
 
 SCORED = ("every", "last")
 LOGIT_TYPES = ("float16", "float32", "float64")
@@ -113,7 +113,8 @@ def summarize(tokens: TokenMetrics) -> Metrics:
     - ``positions``, and ``scored_tokens``, those with a true next token.
     - ``kl_mean_nats``, ``kl_median_nats``, ``kl_p99_nats`` (linear interpolation),
       ``kl_max_nats``: of KL(reference || obtained) over positions.
-    - ``kl_mean_stderr_nats``: see ``block_standard_error``; absent below two texts.
+    - ``kl_mean_stderr_nats``, ``top1_stderr_frac``, ``perplexity_ratio_log_stderr``: see
+      ``ratios.standard_errors``; absent below two texts.
     - ``top1_frac``, and ``top1_tied_frac``, where agreeing up to a tie counts.
     - ``perplexity``, ``reference_perplexity``: exp(mean token NLL), normalised by scored
       tokens; ``perplexity_ratio``: of the two; ``true_prob_rms_frac``: root mean square of
@@ -143,9 +144,7 @@ def summarize(tokens: TokenMetrics) -> Metrics:
         "top1_frac": float(np.mean(tokens.top1)),
         "top1_tied_frac": float(np.mean(tokens.tied_top1)),
     }
-    sums, counts = text_sums(tokens.kl_nats, tokens.text)
-    if len(sums) > 1:
-        values["kl_mean_stderr_nats"] = block_standard_error(sums, counts)
+    values |= standard_errors(tokens)
     if scored.any():
         values |= _perplexities(tokens.nll_nats[scored], tokens.reference_nll_nats[scored])
     return Metrics(values=values, tokens=tokens)

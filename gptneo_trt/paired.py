@@ -1,54 +1,105 @@
-"""Differences to a stored run, paired a token: bounds that respect texts."""
+"""Differences to a stored run, paired a token; ratios of sums over texts, with their bounds."""
+
+from collections.abc import Mapping
 
 import numpy as np
 from scipy import stats
 
-from gptneo_trt.data import PairedDifference
+from gptneo_trt.data import Interval, PairedDifference
 from gptneo_trt.errors import MetricError
 
 RESAMPLES = 2000
-POWER = 0.8
 
 
 def paired_difference(
     stored: np.ndarray,
     current: np.ndarray,
     text: np.ndarray,
-    confidence: float = 0.95,
+    confidence: float,
+    power: float,
+    *,
     seed: int = 0,
+    noise_standard_error: float = 0.0,
 ) -> PairedDifference:
     """Return the mean of current - stored over positions, with bounds that respect texts.
 
     ``current`` is first rounded to the type of ``stored``, so an unchanged run differs by
-    exactly 0. Each bound is the wider of two. One is a percentile of RESAMPLES block-bootstrap
-    means: whole texts are drawn, a mean is a ratio of sums to counts; the percentile method
-    follows the skew of KL, which the basic method mirrors. The other is mean +- t * standard
-    error, Student's t with N - 1 degrees of freedom, because resampled means of few texts stay
-    within the range of those texts: the percentile alone errs 10 % a side at 8 normal texts and
-    25 % at 2 instead of 5 %, the wider of both 4 to 7 % (simulated). The minimum detectable
-    effect is (t_confidence + t_POWER) * standard error; the quantiles tend to the normal ones.
+    exactly 0. The bounds are those of ``ratio_of_sums``. The minimum detectable effect is
+    (t_confidence + t_power) * standard error, Student's t with N - 1 degrees of freedom (Bloom,
+    Minimum Detectable Effects, Evaluation Review 19, 1995). Its standard error is the larger of
+    this comparison's own and ``noise_standard_error``: a run that repeats the stored bits has no
+    error of its own, and still would not show a smaller change on another machine.
+
+    Without a true change the upper bound is within a tolerance with probability ``power`` or more
+    where the tolerance is at least that effect; a true worsening of tolerance + effect brings the
+    lower bound above the tolerance with that probability.
+
+    Args:
+        stored: float [M]; current: float [M], of the same positions; text: int [M].
+        confidence: of each one-sided bound, above 0.5 and below 1.
+        power: probability of finding the minimum detectable effect, above 0.5 and below 1.
+        seed: of the resampling.
+        noise_standard_error: of the same mean between two runs without a true change; in the
+            unit of the values; 0 where it was not measured.
+
+    Raises:
+        MetricError: unequal shapes, values that are not finite, fewer than two texts, another
+            confidence or power, a noise below 0.
+    """
+    stored, current, text = np.asarray(stored), np.asarray(current), np.asarray(text)
+    with np.errstate(over="ignore"):
+        current = current.astype(stored.dtype)
+    chances = {"confidence": confidence, "power": power}
+    _require_paired(stored, current, text, chances, noise_standard_error)
+    difference = current.astype(np.float64) - stored.astype(np.float64)
+    sums, counts = text_sums(difference, text)
+    mean = ratio_of_sums(sums, counts, confidence, seed=seed)
+    standard_error = block_standard_error(sums, counts)
+    quantiles = stats.t.ppf([confidence, power], len(sums) - 1)
+    return PairedDifference(
+        mean=mean.value,
+        lower=mean.lower,
+        upper=mean.upper,
+        standard_error=standard_error,
+        minimum_detectable=float(quantiles.sum() * max(standard_error, noise_standard_error)),
+        confidence=confidence,
+        texts=len(sums),
+        positions=len(difference),
+    )
+
+
+def ratio_of_sums(
+    numerators: np.ndarray, denominators: np.ndarray, confidence: float, *, seed: int = 0
+) -> Interval:
+    """Return sum(numerators) / sum(denominators) with bounds, when whole texts are the sample.
+
+    Tokens of one text are correlated, so texts are drawn, not tokens. Each bound is the wider of
+    two. One is a percentile of RESAMPLES bootstrap ratios (``scipy.stats.bootstrap``, paired;
+    Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13; texts as blocks:
+    Davison and Hinkley, Bootstrap Methods, 1997, section 3.8); the percentile method follows the
+    skew of KL, which the basic method mirrors. The other is ratio +- t * standard error of
+    ``block_standard_error``, Student's t with N - 1 degrees of freedom, because resampled ratios
+    of few texts stay within the range of those texts: the percentile alone errs 10 % a side at 8
+    normal texts and 25 % at 2 instead of 5 %, the wider of both 4 to 7 % (simulated).
 
     With strongly skewed texts the upper bound lies below the truth in 10 to 22 % of runs at the
     5 % level, and in more the heavier the tail (simulated; 38 % at 8 log-normal texts of sigma
     1.5): the rare bad text is not in the sample, so "not worse" is said too often.
 
     Args:
-        stored: float [M]; current: float [M], of the same positions; text: int [M].
+        numerators: float64 [N], a text each.
+        denominators: float64 [N], of the same texts, with a sum above 0; numbers of tokens make
+            the ratio a mean over tokens.
         confidence: of each one-sided bound, above 0.5 and below 1.
         seed: of the resampling.
 
     Raises:
-        MetricError: unequal shapes, values that are not finite, fewer than two texts, another
-            confidence.
+        MetricError: fewer than two texts.
     """
-    stored, current, text = np.asarray(stored), np.asarray(current), np.asarray(text)
-    with np.errstate(over="ignore"):
-        current = current.astype(stored.dtype)
-    _require_paired(stored, current, text, confidence)
-    difference = current.astype(np.float64) - stored.astype(np.float64)
-    sums, counts = text_sums(difference, text)
+    ratio = numerators.sum() / denominators.sum()
+    standard_error = block_standard_error(numerators, denominators)
     resampled = stats.bootstrap(
-        (sums, counts),
+        (numerators, denominators),
         lambda each, number, axis: each.sum(axis=axis) / number.sum(axis=axis),
         paired=True,
         vectorized=True,
@@ -57,17 +108,12 @@ def paired_difference(
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    mean, standard_error = sums.sum() / counts.sum(), block_standard_error(sums, counts)
-    quantile, power_quantile = stats.t.ppf([confidence, POWER], len(sums) - 1)
-    return PairedDifference(
-        mean=float(mean),
-        lower=float(min(resampled.low, mean - quantile * standard_error)),
-        upper=float(max(resampled.high, mean + quantile * standard_error)),
-        standard_error=standard_error,
-        minimum_detectable=float((quantile + power_quantile) * standard_error),
+    half = stats.t.ppf(confidence, len(numerators) - 1) * standard_error
+    return Interval(
+        value=float(ratio),
+        lower=float(min(resampled.low, ratio - half)),
+        upper=float(max(resampled.high, ratio + half)),
         confidence=confidence,
-        texts=len(sums),
-        positions=len(difference),
     )
 
 
@@ -107,7 +153,11 @@ def block_standard_error(sums: np.ndarray, counts: np.ndarray) -> float:
 
 
 def _require_paired(
-    stored: np.ndarray, current: np.ndarray, text: np.ndarray, confidence: float
+    stored: np.ndarray,
+    current: np.ndarray,
+    text: np.ndarray,
+    chances: Mapping[str, float],
+    noise: float,
 ) -> None:
     """Raise MetricError unless the arrays are finite, of one shape [M], over several texts."""
     wrong = []
@@ -121,7 +171,12 @@ def _require_paired(
     ]
     if len(np.unique(text)) < 2:
         wrong.append(f"texts: obtained {len(np.unique(text))}, expected at least 2; score more")
-    if not 0.5 < confidence < 1:
-        wrong.append(f"confidence: obtained {confidence}, expected above 0.5 and below 1")
+    wrong += [
+        f"{name}: obtained {chance}, expected above 0.5 and below 1"
+        for name, chance in chances.items()
+        if not 0.5 < chance < 1
+    ]
+    if not 0 <= noise < np.inf:
+        wrong.append(f"noise: obtained standard error {noise}, expected finite and 0 or more")
     if wrong:
         raise MetricError("paired difference: " + "; ".join(sorted(wrong)))

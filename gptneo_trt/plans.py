@@ -141,8 +141,8 @@ def _stored_plan(plan_path: Path, cached: bool) -> Plan | None:
         digest = hashlib.sha256(plan_path.read_bytes()).hexdigest()
         if digest != record["sha256"]:
             return None
-        size = plan_path.stat().st_size / MIB
-        return Plan(plan_path, size, record["build_s"], cached, tuple(record["log"]))
+        size, log = plan_path.stat().st_size / MIB, tuple(record["log"])
+        return Plan(plan_path, size, record["build_s"], cached, log, sha256=digest)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 

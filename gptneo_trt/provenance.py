@@ -1,4 +1,4 @@
-"""Say where a figure comes from: commit, versions, machine."""
+"""Say where a figure comes from: commit, versions, machine, GPU and its clocks."""
 
 import os
 import platform
@@ -24,6 +24,7 @@ PACKAGES = (
     "transformers",
 )
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("conftest.py", "fixtures", "gptneo_trt", "tests")
 
 
 def provenance(target: str, command: Sequence[str], gpu: Gpu | None = None) -> Provenance:
@@ -42,7 +43,18 @@ def provenance(target: str, command: Sequence[str], gpu: Gpu | None = None) -> P
         command=" ".join(command),
         versions={"python": platform.python_version()} | _versions(),
         machine=f"{gpu.title}, driver {gpu.driver}; {processor}" if gpu else processor,
+        gpu=_gpu(gpu) if gpu else {},
     )
+
+
+def _gpu(gpu: Gpu) -> dict[str, str | float | None]:
+    """Return what a time depends on of a GPU; not its UUID, which is of one card."""
+    return {
+        "name": gpu.name,
+        "compute_capability": gpu.compute_capability,
+        "driver": gpu.driver,
+        **gpu.settings,
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -66,15 +78,18 @@ def _git(*arguments: str) -> str | None:
 
 
 def _commit() -> str:
-    """Return the commit, with "-dirty" when tracked files differ from it, or "unknown".
+    """Return the commit, with "-dirty" when files differ from it, or "unknown".
 
-    Baselines do not count: they are what a run writes, not what it measures.
+    A new file counts where there is source: one that was forgotten in a commit is missing in
+    whatever is checked out from it. Baselines do not: they are what a run writes, not what it
+    measures.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return "unknown"
     everything = (".", ":(exclude)baselines")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *everything)
+    changed = changed or _git("status", "--porcelain", "--", *SOURCES)
     return f"{commit}-dirty" if changed else commit
 
 

@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from gptneo_trt.data import Cell, Checkpoint, Provenance
-from gptneo_trt.verdicts import Key, coverage
+from gptneo_trt.verdicts import UPDATE_IT, Key, coverage
 from gptneo_trt.whole_file import whole_file
 
 SCHEMA = 1
 WORST_FIRST = ("failed", "inconclusive", "not measured", "passed")
 HEADINGS = (
-    ("variant", 21),
-    ("KL mean", 21),
-    ("KL p99", 10),
-    ("x floor", 8),
-    ("top-1", 7),
-    ("perplexity", 11),
-    ("plan MiB", 17),
-    ("build s", 12),
-    ("verdict", 0),
-)
+    "variant", "KL mean", "KL p99", "x floor", "top-1", "perplexity", "detects %", "plan MiB",
+    "build s", "verdict",
+)  # fmt: skip
 LEGEND = (
-    "KL in nats a token to the bf16 reference, prefill / decode; p99, x floor (fp16's KL), top-1 "
-    "and perplexity: prefill; plan MiB and build s: prefill / decode"
+    "KL in nats a token to the bf16 reference, prefill / decode; p99, x floor (fp16's KL; +-: to "
+    "the further one-sided bound), top-1 (+- its standard error over texts) and perplexity: "
+    "prefill; detects: minimum detectable effect of the comparison with the stored run, in per "
+    "cent of the stored KL to float32, prefill / decode / sampled text in prefill; plan MiB and "
+    "build s: prefill / decode"
+)
+# Cells of ``detects %``: phase and metric.
+KL_REGRESSIONS = (
+    ("prefill", "regression/kl_mean_nats"),
+    ("decode", "regression/kl_mean_nats"),
+    ("prefill", "regression/sampled/kl_mean_nats"),
 )
 ENGINE_HEADINGS = (
     "variant", "x fp16", "us", "recipe KL", "engine excess %", "KL to interpreter", "load s",
@@ -76,27 +78,61 @@ def table(
         floor: flat values of the variant whose KL is 1 x floor.
         decisions: variant -> "shipped" or "studied".
     """
-    kl = "prose/bf16/kl_mean_nats"
-    floor_kl = floor.get(f"prefill/{kl}")
-    lines = ["".join(name.ljust(width) for name, width in HEADINGS).rstrip()]
+    rows = []
     for variant, row in values.items():
-        own_kl = row.get(f"prefill/{kl}")
-        ratio = own_kl / floor_kl if own_kl is not None and floor_kl else None
-        verdict = worst_verdict([cell for cell in cells if cell.variant == variant])
-        columns = (
-            variant,
-            _pair(row, kl, ".3g"),
-            _number(row.get("prefill/prose/bf16/kl_p99_nats"), ".3g"),
-            _number(ratio, ".1f"),
-            _number(row.get("prefill/prose/bf16/top1_frac"), ".4f"),
-            _number(row.get("prefill/prose/bf16/perplexity"), ".2f"),
-            _pair(row, "plan_mib", ".2f"),
-            _pair(row, "build_s", ".1f"),
-            f"{verdict} ({decisions[variant]})" if variant in decisions else verdict,
+        own = [cell for cell in cells if cell.variant == variant]
+        verdict = worst_verdict(own)
+        rows.append(
+            (
+                variant,
+                _pair(row, "prose/bf16/kl_mean_nats", ".3g"),
+                _number(row.get("prefill/prose/bf16/kl_p99_nats"), ".3g"),
+                _floor_ratio(row, floor),
+                _top1(row),
+                _number(row.get("prefill/prose/bf16/perplexity"), ".2f"),
+                _detectable(own),
+                _pair(row, "plan_mib", ".2f"),
+                _pair(row, "build_s", ".1f"),
+                f"{verdict} ({decisions[variant]})" if variant in decisions else verdict,
+            )
         )
-        padded = (text.ljust(width) for text, (_, width) in zip(columns, HEADINGS, strict=True))
-        lines.append("".join(padded).rstrip())
-    return lines
+    return _aligned([HEADINGS, *rows])
+
+
+def _floor_ratio(row: Values, floor: Values) -> str:
+    """Return the KL over the floor's, with its interval where the ship decision was judged."""
+    prefix = "prefill/prose/bf16/"
+    own_kl, floor_kl = (each.get(f"{prefix}kl_mean_nats") for each in (row, floor))
+    ratio = own_kl / floor_kl if own_kl is not None and floor_kl else None
+    ends = (row.get(f"{prefix}floor_ratio_{end}_x") for end in ("lower", "upper"))
+    return _interval(".1f", ratio, *ends)
+
+
+def _top1(row: Values) -> str:
+    """Return the top-1 agreement in prefill and its standard error."""
+    value, error = (
+        row.get(f"prefill/prose/bf16/{name}") for name in ("top1_frac", "top1_stderr_frac")
+    )
+    return _number(value, ".4f") + ("" if error is None else f"+-{error:.4f}")
+
+
+def _detectable(cells: Sequence[Cell]) -> str:
+    """Return the minimum detectable effects of KL_REGRESSIONS in per cent of the stored KL."""
+    found = {
+        (cell.phase, cell.metric): 100 * cell.minimum_detectable / cell.baseline
+        for cell in cells
+        if cell.minimum_detectable is not None and cell.baseline
+    }
+    return " / ".join(_number(found.get(key), ".1f") for key in KL_REGRESSIONS)
+
+
+def improvements(cells: Sequence[Cell]) -> list[str]:
+    """Return a line a cell that is better than its baseline beyond noise, in order."""
+    return [
+        f"{cell.variant}/{cell.phase}/{cell.metric}: {cell.reason}"
+        for cell in cells
+        if cell.verdict == "passed" and UPDATE_IT in cell.reason
+    ]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -241,10 +277,11 @@ def results(
     """Return the content of ``results.json``, schema 1.
 
     ``cells`` is a list of ``variant``, ``phase``, ``metric``, ``obtained``, ``limit``,
-    ``baseline``, ``verdict`` and ``reason``; ``coverage`` counts ``measured`` and ``expected``
-    cells and lists the ``missing`` ones; ``values`` holds everything measured, judged or not.
-    Members of ``optional`` are left out where they are empty: ``known_failures``, a line a cell
-    that failed as known; ``references``, what losses are to; ``timing``, what latencies are of.
+    ``baseline``, ``verdict``, ``reason`` and ``minimum_detectable``, in the metric's unit or null
+    where nothing is estimated; ``coverage`` counts ``measured`` and ``expected`` cells and lists
+    the ``missing`` ones; ``values`` holds everything measured, judged or not. Members of
+    ``optional`` are left out where they are empty: ``known_failures``, a line a cell that failed
+    as known; ``references``, what losses are to; ``timing``, what latencies are of.
     """
     measured, missing = coverage(expected, cells)
     content = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptneo_trt.backend import Backend, Log, create_context, log_collector
+from gptneo_trt.backend import Backend, Log, create_context, kernels_of, log_collector
 from gptneo_trt.errors import RunError
 from gptneo_trt.whole_file import whole_file
 
@@ -46,7 +46,7 @@ class Loaded:
         """Write the kernels compiled so far where the file has fewer or more bytes of them."""
         if self.cache is None or self.kernels is None:
             return
-        content = bytes(self.cache.serialize())
+        content = kernels_of(self.cache)
         if not self.kernels.exists() or len(content) != self.kernels.stat().st_size:
             _write(self.kernels, content)
 
@@ -80,7 +80,7 @@ def load(backend: Backend, plan: Path, kernels: Path | None = None) -> Loaded:
         raise RunError(_refused(backend, plan, "create_execution_context", log))
     load_s = time.perf_counter() - started
     if kernels and cache is not None and not taken:
-        _write(kernels, bytes(cache.serialize()))
+        _write(kernels, kernels_of(cache))
     return Loaded(runtime, engine, context, log, load_s, cache, kernels)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -80,3 +80,23 @@ def read_scales(
     if wrong:
         raise CalibrationError(f"{path}: ranges of {wrong} are not positive; delete it")
     return scales
+
+
+def ranges_sha256(ranges: Mapping[str, float]) -> str:
+    """Return the SHA-256 of module -> range, whatever the order of the modules."""
+    exact = {module: float(amax).hex() for module, amax in ranges.items()}
+    return hashlib.sha256(json.dumps(exact, sort_keys=True).encode()).hexdigest()
+
+
+def values_from_ranges(ranges: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of a baseline, ``scales/<module>/amax``, of module -> range."""
+    return {f"scales/{module}/amax": amax for module, amax in ranges.items()}
+
+
+def ranges_from_values(values: Mapping[str, float]) -> dict[str, float]:
+    """Return module -> range of the values of a baseline; none of one that has no ranges."""
+    return {
+        name.removeprefix("scales/").removesuffix("/amax"): value
+        for name, value in values.items()
+        if name.startswith("scales/") and name.endswith("/amax")
+    }

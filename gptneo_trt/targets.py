@@ -1,8 +1,10 @@
 """Say which GPU is here, and what each target needs: -m expression, GPU -> fits or why not."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from gptneo_trt import gpu_watch
 from gptneo_trt.checkpoint import STUDY_CHECKPOINT
 from gptneo_trt.errors import RunError
 
@@ -21,6 +23,7 @@ class Gpu:
         driver: version of the driver.
         uuid: NVML's, "GPU-" and 36 characters.
         memory_gib: all of its memory, used or not.
+        settings: clocks and power limit, see ``gpu_watch.settings``; not its identity.
     """
 
     name: str
@@ -28,6 +31,7 @@ class Gpu:
     driver: str
     uuid: str
     memory_gib: float
+    settings: Mapping[str, float | None] = field(default_factory=dict, compare=False)
 
     @property
     def title(self) -> str:
@@ -117,6 +121,7 @@ def _gpu_of_uuid(uuid: str, compute_capability: str) -> Gpu | None:
                 driver=pynvml.nvmlSystemGetDriverVersion(),
                 uuid=uuid,
                 memory_gib=pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+                settings=gpu_watch.settings(pynvml, uuid, handle),
             )
         finally:
             pynvml.nvmlShutdown()

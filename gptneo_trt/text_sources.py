@@ -16,7 +16,7 @@ class TextSource:
     """Describe one row: where a text is and how it is cut.
 
     Attributes:
-        name: "prose", "questions", "prompts" or "calibration".
+        name: "prose", "questions", "prompts", "sampled" or "calibration".
         file: path inside fixtures/text, or inside the repository, with ``*``.
         text: a row of the file -> its text.
         cut: "windows": rows joined, tokenized as one stream and cut into non-overlapping
@@ -72,11 +72,13 @@ _BUNDLED_ROWS = (
     TextSource("prose", "prose.txt", _paragraph, "windows"),
     TextSource("questions", "questions.jsonl", _question, "whole"),
     TextSource("prompts", "prompts.jsonl", _plain, "whole"),
+    TextSource("sampled", "sampled.jsonl", _plain, "truncated", rows=24),
     TextSource("calibration", "calibration.jsonl", _plain, "truncated", rows=192),
 )
 BUNDLED = {row.name: row for row in _BUNDLED_ROWS}
-# What the study used; its 8 prompts and the revision and split of its calibration data were
-# not published, so the first are ours, and the last must be given: see ``text_set``.
+# What the study used, and no text sampled from its checkpoint; its 8 prompts and the revision and
+# split of its calibration data were not published, so the first are ours, and the last must be
+# given: see ``text_set``.
 _STUDY_ROWS = (
     TextSource(
         "prose",

@@ -34,7 +34,7 @@ def text_set(
     """Return a text as token ids.
 
     Args:
-        name: "prose", "questions", "prompts" or "calibration".
+        name: "prose", "questions", "prompts", "sampled" or "calibration".
         source: "bundled", "study" or a row of your own; the study's calibration needs one:
             ``dataclasses.replace(STUDY["calibration"], revision=COMMIT)``.
         tokenizer_file: ``tokenizer.json`` of the checkpoint.

@@ -6,7 +6,7 @@ replays, so what is measured is when the device was done, not when the host had 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,7 +65,7 @@ _SYNCHRONISATION = (
     "a round is four stretches of replays, floor, own, own, floor; a CUDA event on the stream of "
     "the replays before the first replay of a stretch and one after its last; the host waits for "
     "the second event after each stretch and for nothing inside it; rounds to warm up come first "
-    "and are not counted"
+    "and are not counted; NVML is read between rounds, and a round that is not counted follows"
 )
 _TRANSFERS = "none between host and device inside the region, and no allocation"
 _OUTPUTS = (
@@ -116,8 +116,8 @@ class Event(Protocol):
 class DeviceClock:
     """Count seconds of device time: a timer for ``@pytest.mark.benchmark(timer=...)``.
 
-    It stands still but for ``advance``, so a benchmark that calls it before and after a round
-    sees the device time added in that round. Use it with ``benchmark.pedantic`` alone:
+    It stands still but for ``advance``, so a benchmark that calls it before and after a call sees
+    the device time added in that call. Use it with ``benchmark.pedantic`` alone:
     ``benchmark(...)`` calibrates its timer, and would wait for this one to move by itself.
     """
 
@@ -132,6 +132,15 @@ class DeviceClock:
     def advance(self, seconds: float) -> None:
         """Add seconds of device time."""
         self._seconds += seconds
+
+    def advance_by(self, rounds_us: Sequence[float]) -> Callable[[], None]:
+        """Return a function that adds the microseconds of the next round at each call.
+
+        A benchmark can run once a test, and which rounds count is known only after they ran: its
+        rounds are these calls, so that it shows the rounds that are judged and no others.
+        """
+        left = iter(rounds_us)
+        return lambda: self.advance(next(left) * 1e-6)
 
 
 def _cuda_event() -> Event:
@@ -160,7 +169,6 @@ class PairedTimer:
         floor: Timed,
         own: Timed,
         replays: int,
-        clock: DeviceClock | None = None,
         event: Callable[[], Event] = _cuda_event,
     ) -> None:
         """Take two executors, the number of replays in a stretch, and what to measure with.
@@ -169,7 +177,6 @@ class PairedTimer:
             floor: what own is compared with.
             own: what is judged.
             replays: in one stretch; the more, the less the launch of the first one counts.
-            clock: advanced by own's seconds a replay in every round.
             event: makes an event on the current stream.
 
         Raises:
@@ -179,7 +186,6 @@ class PairedTimer:
         if replays < 1:
             raise RunError(f"{self._name}: obtained {replays} replays, expected at least 1")
         self._floor, self._own, self._replays = floor, own, replays
-        self._clock = clock or DeviceClock()
         self._start, self._end = event(), event()
         self._rounds: list[tuple[float, float]] = []
         self._expected: tuple[np.ndarray, ...] = ()
@@ -209,20 +215,23 @@ class PairedTimer:
         self._checked.append(len(self._rounds))
 
     def warm_up(self, rounds: int) -> None:
-        """Run rounds that neither count nor advance the clock."""
+        """Run rounds that do not count: before the first round, and after a pause between two."""
         for _ in range(rounds):
             self._measure()
             self._warm = True
 
     def round(self) -> None:
-        """Time floor, own, own, floor; keep the means a replay, advance the clock by own's.
+        """Time floor, own, own, floor; keep the means a replay.
 
         Raises:
             RunError: a time that is not finite and positive.
         """
-        floor_us, own_us = self._measure()
-        self._rounds.append((floor_us, own_us))
-        self._clock.advance(own_us * 1e-6)
+        self._rounds.append(self._measure())
+
+    @property
+    def own_us(self) -> tuple[float, ...]:
+        """Return own's microseconds a replay, one of each round so far."""
+        return tuple(own_us for _, own_us in self._rounds)
 
     def speedup(self, confidence: float = 0.95, seed: int = 0) -> Speedup:
         """Return the median over rounds of floor time / own time, with its interval.

@@ -6,16 +6,19 @@ finite. Reasons give both numbers. A cell is named by (variant, phase, metric).
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from gptneo_trt.data import Cell, PairedDifference
+from gptneo_trt.data import Cell, Interval, PairedDifference
 
 AT_MOST, AT_LEAST = "at most", "at least"
+SHIPPED, STUDIED = "shipped", "studied"
+WITHIN, OUTSIDE, UNDECIDED = "within the ship limits", "outside the ship limits", "undecided"
 # Metrics that cannot be negative, by how their names begin; a KL rounds to -1e-7 at worst.
 NON_NEGATIVE = ("kl_", "top1_", "perplexity", "true_prob_", "plan_", "latency_", "speedup_")
 ROUNDING = 1e-7
 NOT_MEASURED = "not measured"
+UPDATE_IT = "than the baseline: update it"  # of a figure that passed and is better beyond noise
 NO_BASELINE = "no baseline: write one with --update-baselines"
 
 Key = tuple[str, str, str]
@@ -49,9 +52,19 @@ def not_measured(variant: str, phase: str, metric: str, reason: str) -> Cell:
 
 
 def judge_limit(
-    variant: str, phase: str, metric: str, obtained: float | None, limit: Bound
+    variant: str,
+    phase: str,
+    metric: str,
+    obtained: float | None,
+    limit: Bound,
+    standard_error: float | None = None,
 ) -> Cell:
     """Judge a measured value against a fixed limit: passed, failed or not measured.
+
+    ``standard_error`` of the value over texts is stated and decides nothing: every run scores the
+    same texts, so it says how far other texts would move the value, not how far two runs differ.
+    For that reason such a cell has no minimum detectable effect: on these texts any loss beyond
+    the limit is found.
 
     A non-finite measurement or limit, an impossible measurement (a negative KL) and a
     nonsensical limit (negative for what cannot be negative, above 1 for a fraction, of an
@@ -67,6 +80,8 @@ def judge_limit(
         passed = not fault and limit.allows(obtained)
         verdict = "passed" if passed else "failed"
         reason = fault or f"obtained {obtained:.6g}, expected {limit}"
+        if not fault and standard_error is not None:
+            reason += f"; standard error over texts {standard_error:.2g}"
     return Cell(variant, phase, metric, obtained, str(limit), None, verdict, reason)
 
 
@@ -95,7 +110,8 @@ def judge_regression(
     else:
         fault = stored_fault(stored_mean) or paired_fault(paired)
         verdict, reason = ("failed", fault) if fault else _paired_verdict(paired, tolerance)
-    return Cell(variant, phase, metric, obtained, limit, stored_mean, verdict, reason)
+    detectable = None if paired is None else paired.minimum_detectable
+    return Cell(variant, phase, metric, obtained, limit, stored_mean, verdict, reason, detectable)
 
 
 def judge_stored(
@@ -128,6 +144,45 @@ def judge_stored(
         verdict = "passed" if passed else "failed"
         reason = fault or f"obtained {obtained:.6g}, expected {stored:.6g} +- {allowed:.6g}"
     return Cell(variant, phase, metric, obtained, limit, stored, verdict, reason)
+
+
+def judge_decision(
+    variant: str,
+    phase: str,
+    metric: str,
+    decision: str,
+    judged: Mapping[str, tuple[Interval, Bound]],
+) -> Cell:
+    """Judge whether a row is still SHIPPED or STUDIED: passed, failed or inconclusive.
+
+    SHIPPED needs evidence that every figure is within its ship limit, STUDIED that at least one
+    is outside; where neither can be said the cell is inconclusive. Requiring all bounds to be
+    within keeps the chance of shipping a row that misses a limit at that of one bound, however
+    many there are (intersection-union test: Berger, Technometrics 24, 1982). One bound of several
+    outside is wrong more often, up to the sum of their chances: it only keeps a row from being
+    shipped.
+
+    Args:
+        decision: SHIPPED or STUDIED.
+        judged: name, for the reason -> figure with its bounds, ship limit; at least one.
+    """
+    found = {name: _evidence(interval, bound) for name, (interval, bound) in judged.items()}
+    told = next((each for each in (OUTSIDE, UNDECIDED) if each in found.values()), WITHIN)
+    figures = "; ".join(
+        f"{name} {interval.value:.4g} ({interval.lower:.4g} to {interval.upper:.4g}, each bound at "
+        f"{100 * interval.confidence:g} %), expected {bound}"
+        for name, (interval, bound) in judged.items()
+        if found[name] == told
+    )
+    reason = f"{decision}: {told}: {figures}"
+    if told == UNDECIDED:
+        verdict, reason = "inconclusive", f"too few tokens to decide: {reason}"
+    elif decision == (SHIPPED if told == WITHIN else STUDIED):
+        verdict = "passed"
+    else:
+        verdict = "failed"
+        reason += "; now within the limits: revisit the decision" if told == WITHIN else ""
+    return Cell(variant, phase, metric, told, decision, None, verdict, reason)
 
 
 def coverage(expected: Collection[Key], cells: Iterable[Cell]) -> tuple[set[Key], set[Key]]:
@@ -177,6 +232,15 @@ def _name(key: Key) -> str:
 def _cannot_be_negative(metric: str) -> bool:
     """Return whether a metric, ``kl_mean_nats`` or ``prose/bf16/kl_mean_nats``, is never < 0."""
     return metric.rpartition("/")[2].startswith(NON_NEGATIVE)
+
+
+def _evidence(interval: Interval, bound: Bound) -> str:
+    """Return WITHIN or OUTSIDE where both ends of an interval are; else, and of NaN, UNDECIDED."""
+    ends = (interval.lower, interval.upper)
+    allowed = {bound.allows(end) for end in ends}
+    if len(allowed) > 1 or any(math.isnan(end) for end in ends):
+        return UNDECIDED
+    return WITHIN if allowed == {True} else OUTSIDE
 
 
 def _limit_fault(metric: str, limit: Bound) -> str:
@@ -237,7 +301,7 @@ def _paired_verdict(paired: PairedDifference, tolerance: float) -> tuple[str, st
     if paired.lower > tolerance:
         return "failed", f"worse than the baseline: {reason}"
     if paired.upper < -tolerance:
-        return "passed", f"better than the baseline: update it: {reason}"
+        return "passed", f"better {UPDATE_IT}: {reason}"
     if paired.upper <= tolerance:
         return "passed", reason
     return "inconclusive", f"too few tokens to decide: {reason}"

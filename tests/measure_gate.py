@@ -62,14 +62,18 @@ def measure(command: list[str]) -> Cost:
     return Cost(time.perf_counter() - started, cpu_s, peak / 2**30, status)
 
 
+def gate_command(target: str, *options: str) -> list[str]:
+    """Return the command of one run of the gate, in this Python."""
+    return [sys.executable, "-m", "pytest", "-m", target, "tests/gate", "-q", *options]
+
+
 def main(options: list[str]) -> int:
     """Measure both runs, print a line each, and fail if one of them failed."""
     costs = {}
     with tempfile.TemporaryDirectory(prefix="gate-cache-") as cache:
-        command = [sys.executable, "-m", "pytest", "-m", "cpu", "tests/gate", "-q"]
-        command.append(f"--gate-cache={cache}")
+        command = gate_command("cpu", f"--gate-cache={cache}", *options)
         for name in ("cold", "warm"):
-            costs[name] = measure([*command, *options])
+            costs[name] = measure(command)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end")
     for name, cost in costs.items():
         print(

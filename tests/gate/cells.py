@@ -7,6 +7,7 @@ A test is marked ``cells`` with the phases and metrics it runs for, and with wha
     plan=True       a plan; a row that is known not to build has none
     stage="build"   it is here that a known failure of this stage shows
     rows="floor"    the fp16 row alone; "quantized" or "exact": rows that round to FP8, or do not
+    text="sampled"  a text set that not every source of texts has
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,14 @@ from pathlib import Path
 import pytest
 
 from gptneo_trt import baselines
-from gptneo_trt.data import Checkpoint
+from gptneo_trt.data import Cell, Checkpoint
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.known_failures import STAGE_ERRORS
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import Target
+from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
+from gptneo_trt.verdicts import Key
 from tests.gate import limits
 from tests.gate.run import BASELINE_PREFIX
 from tests.gate.selection import (
@@ -30,6 +33,7 @@ from tests.gate.selection import (
     model_of,
     selected_names,
     target_of,
+    text_source_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,11 @@ class OutsideShipLimitsError(AssertionError):
     """A row misses the ship limits."""
 
 
+def errored(key: Key, error: BaseException, verdict: str = "failed") -> Cell:
+    """Return the cell of a test that ended with an error before it could judge."""
+    return Cell(*key, None, None, None, verdict, f"{type(error).__name__}: {error}")
+
+
 def parameters_of(config: pytest.Config, marker: pytest.Mark) -> Iterator[object]:
     """Yield (variant, phase, metric) of every cell that a test marked ``cells`` owes."""
     target = target_of(config)
@@ -78,6 +87,8 @@ def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric:
     if name not in VARIANTS:  # refused before anything is collected
         return False
     if not ROWS[wants.get("rows", "all")](VARIANTS[name]):
+        return False
+    if wants.get("text", "prose") not in SOURCES[text_source_of(config)]:
         return False
     model = model_of(config)
     only_built = name in limits.BUILD_ONLY.get(model, ())

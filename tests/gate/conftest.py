@@ -15,12 +15,16 @@ import pytest
 from gptneo_trt import report
 from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
-from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, TextSet
+from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
 from gptneo_trt.errors import BaselineError, GptNeoTrtError
-from gptneo_trt.network import PHASES
+from gptneo_trt.inspection import fingerprint
+from gptneo_trt.network import PHASES, Network, build_network
+from gptneo_trt.scales import ranges_sha256
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import cells, hardware, limits
+from tests.gate.blame import with_changes
+from tests.gate.measurer import CONTEXT
 from tests.gate.run import BASELINE_PREFIX, GateRun, baseline_key, stored_baseline
 from tests.gate.selection import target_of
 
@@ -115,7 +119,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             run.cells.append(Cell(*key, "fails as known", None, None, "passed", reason))
         else:
             verdict = "failed" if judged else "not measured"
-            run.cells.append(Cell(*key, None, None, None, verdict, reason))
+            run.cells.append(cells.errored(key, error, verdict))
         if isinstance(error, GptNeoTrtError) and made.failed:
             made.longrepr = _told_once(run, reason)
     if key and made.failed:  # an unexpected pass, or a teardown that failed
@@ -177,6 +181,8 @@ def pytest_terminal_summary(
     if not run.refusal:
         for line in report.tables(rows, run.cells, run.values.get(FLOOR, {}), decisions):
             terminalreporter.write_line(line)
+    for line in report.improvements(run.cells):
+        terminalreporter.write_line(line)
     for line in run.known_failures:
         terminalreporter.write_line(f"known failure: {line}")
     for line in run.written:
@@ -228,12 +234,58 @@ def planned(gate_run: GateRun, plan) -> Callable[[Variant, str], Plan]:
 
 
 @pytest.fixture(scope="session")
-def measured(gate_run: GateRun, measurement) -> Callable[[Variant, str], Measurement]:
-    """Return a function (variant, phase) -> Measurement that keeps its figures."""
+def calibrated(
+    gate_run: GateRun, checkpoint: Checkpoint, scales: Scales | None
+) -> Callable[[Variant], dict[str, float]]:
+    """Return a function variant -> (module -> calibrated range), which keeps them.
+
+    They are those before the row's own factor.
+    """
+
+    def get(variant: Variant) -> dict[str, float]:
+        modules = variant.quantized_modules(checkpoint.architecture.num_layers)
+        ranges = {module: scales.activation_amax[module] for module in modules}
+        if ranges:
+            gate_run.add_hash(variant.name, "scales", ranges_sha256(ranges))
+        if checkpoint.has_quality:
+            gate_run.add_ranges(variant.name, ranges)
+        return ranges
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def built_network(
+    gate_run: GateRun, backend: Backend, checkpoint: Checkpoint, scales: Scales | None, calibrated
+) -> Callable[[Variant, str], Network]:
+    """Return a function (variant, phase) -> Network, built now; its fingerprint is kept."""
+
+    def get(variant: Variant, phase: str) -> Network:
+        network = build_network(backend, checkpoint, variant, scales, phase, CONTEXT)
+        calibrated(variant)
+        gate_run.add_hash(variant.name, f"{phase}/network", fingerprint(network))
+        return network
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def measured(
+    gate_run: GateRun, measurement, second_roll, target: Target, variants: list[Variant]
+) -> Callable[[Variant, str], Measurement]:
+    """Return a function (variant, phase) -> Measurement that keeps its figures.
+
+    Where baselines are written, those of a selected row's noise too.
+    """
+    rolled: set[tuple[str, str]] = set()
 
     def get(variant: Variant, phase: str) -> Measurement:
         found = measurement(variant, phase)
         gate_run.add_measurement(variant.name, phase, found)
+        if second_roll and variant in variants and (variant.name, phase) not in rolled:
+            again = second_roll(variant, phase)
+            gate_run.add_noise(variant.name, phase, found, again, is_bound=target.needs_gpu)
+            rolled.add((variant.name, phase))
         return found
 
     return get
@@ -246,24 +298,29 @@ def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
 
 
 @pytest.fixture(scope="session")
-def stopwatch(engines, gate_run: GateRun, plan, variants: list[Variant]) -> "Stopwatch":
+def stopwatch(engines, gate_run: GateRun, plan, variants, gpu: Gpu) -> "Stopwatch":
     """Return what times engines, once no other process of this run uses the GPU."""
     # Only here: without a GPU this process does not wait for torch.
     from tests.gate.speed import Stopwatch, timing
 
-    gate_run.timing = timing()
     for variant in variants:
         for phase in PHASES:
             with suppress(GptNeoTrtError):  # whoever asks for that plan is told
                 plan(variant, phase)
-    return Stopwatch(engines)
+    timer = Stopwatch(engines, gpu.uuid)
+    gate_run.timing = timing() | {"watch": timer.record}  # which grows with every measurement
+    return timer
 
 
 @pytest.fixture
-def judge(gate_run: GateRun, pytestconfig: pytest.Config) -> Callable[[Cell], None]:
+def judge(gate_run: GateRun, request: pytest.FixtureRequest) -> Callable[[Cell], None]:
     """Return a function that records a cell and fails the test unless the cell passed."""
 
+    def read(variant: Variant, phase: str) -> Network:
+        return request.getfixturevalue("built_network")(variant, phase)
+
     def record(cell: Cell) -> None:
+        cell = with_changes(cell, gate_run, read)
         gate_run.cells.append(cell)
         if cell.verdict != "passed":
             name = f"{cell.variant}/{cell.phase}/{cell.metric}"

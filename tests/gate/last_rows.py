@@ -1,4 +1,4 @@
-"""Logits at the end of texts of different lengths."""
+"""Texts of different lengths: padded, and the logits at their ends."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,18 @@ BUCKET = 34  # texts of similar length run together, so that little is padded
 Run = Callable[[np.ndarray], np.ndarray]  # token ids [N, T] -> logits [N, T, V]
 
 
+def padded(texts: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Return int32 [N, width]: texts, right padded with token 0, which no earlier position sees."""
+    return np.stack([np.pad(ids, (0, width - len(ids))) for ids in texts]).astype(np.int32)
+
+
 def last_rows(
     run: Run, texts: Sequence[np.ndarray], widths: Sequence[int] | None = None
 ) -> np.ndarray:
     """Return float32 [N, V]: the logits at the last token of each text, int32 [T].
 
-    Texts are right padded with token 0, which no earlier position sees: to the longest of those
-    that run together, or to the next of ``widths``, ascending, where these are given.
+    Texts are padded to the longest of those that run together, or to the next of ``widths``,
+    ascending, where these are given.
     """
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     rows: dict[int, np.ndarray] = {}
@@ -23,9 +28,6 @@ def last_rows(
         group = order[start : start + BUCKET]
         longest = len(texts[group[-1]])
         width = next((each for each in widths or () if each >= longest), longest)
-        padded = np.zeros((len(group), width), dtype=np.int32)
-        for row, index in enumerate(group):
-            padded[row, : len(texts[index])] = texts[index]
-        logits = run(padded)
+        logits = run(padded([texts[index] for index in group], width))
         rows |= {index: logits[row, len(texts[index]) - 1] for row, index in enumerate(group)}
     return np.stack([rows[index] for index in range(len(texts))])

@@ -1,6 +1,8 @@
 """Run networks over the gate's texts and compare with the references; no verdicts here."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -14,15 +16,19 @@ from gptneo_trt.decoder import Executor
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import build_network
+from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import Variant
-from tests.gate.last_rows import last_rows
+from tests.gate.last_rows import last_rows, padded
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS, Setup
-from tests.gate.references import TYPES, reference_logits
+from tests.gate.references import TYPES, ScoredTexts, reference_logits
+from tests.gate.run import STORED_REFERENCE
+
+TEXTS_AT_ONCE = 6  # sampled texts; more need more memory and, in a core's cache, more time
 
 
-def distribution(token_ids: np.ndarray, logits: np.ndarray) -> ReferenceDistribution:
-    """Return what comparisons with logits [N, T, V] of texts [N, T] reuse."""
+def distribution(token_ids: Sequence[np.ndarray], logits: np.ndarray) -> ReferenceDistribution:
+    """Return what comparisons with logits [N, T, V] of N texts, right padded to T, reuse."""
     text, position, target = metrics.scored_rows(list(token_ids), "every")
     return metrics.reference_distribution(logits[text, position], target, text)
 
@@ -69,24 +75,29 @@ class Pipeline:
         """Return the questions and the prompts, scored at their last token."""
         return [ids for name in ("questions", "prompts") for ids in self._text(name).token_ids]
 
+    @cached_property
+    def sampled_texts(self) -> list[np.ndarray]:
+        """Return the texts that were sampled from the bundled checkpoint; the study has none."""
+        has_some = "sampled" in SOURCES[self.setup.text_source]
+        return list(self._text("sampled").token_ids) if has_some else []
+
     def _text(self, name: str) -> TextSet:
         shapes, file = self.checkpoint.architecture, self.checkpoint.tokenizer_file
         return text_set(name, self.setup.text_source, file, CONTEXT, shapes.vocab_size)
 
     @cached_property
     def references(self) -> dict[str, dict[str, ReferenceDistribution]]:
-        """Return "prefill", "decode" and "next_token" -> reference type -> distribution.
+        """Return "prefill", "decode", "next_token", "sampled" -> reference type -> distribution.
 
         The logits are those of Hugging Face's own model.
         """
         found: dict[str, dict[str, ReferenceDistribution]] = {}
+        texts = ScoredTexts(self.prose, self.next_token_texts, self.sampled_texts)
         for type_name in TYPES:
-            logits = reference_logits(
-                self.checkpoint, self.prose, self.next_token_texts, type_name, self.cache
-            )
+            logits = reference_logits(self.checkpoint, texts, type_name, self.cache)
             self.provenances[type_name] = logits.provenance
             count = len(logits.next_token)
-            for name, part in {
+            parts = {
                 "prefill": distribution(self.prose, logits.prose),
                 "decode": distribution(
                     self.prose[:, :DECODE_TOKENS], logits.prose[:, :DECODE_TOKENS]
@@ -94,9 +105,28 @@ class Pipeline:
                 "next_token": metrics.reference_distribution(
                     logits.next_token, np.full(count, -1), np.arange(count)
                 ),
-            }.items():
+            }
+            if self.sampled_texts:
+                parts["sampled"] = distribution(self.sampled_texts, logits.sampled)
+            for name, part in parts.items():
                 found.setdefault(name, {})[type_name] = part
         return found
+
+    @cached_property
+    def second_roll(self) -> "Pipeline":
+        """Return what measures a row again in another order of summation, for its noise.
+
+        FP8 rounding is chaotic: another processor sums in another order, and moves single
+        tokens. Only what regressions are judged by is compared.
+        """
+        other = copy.copy(self)
+        other.setup = replace(self.setup, summation_order=self.setup.summation_order + 1)
+        other.references = {
+            name: {STORED_REFERENCE: types[STORED_REFERENCE]}
+            for name, types in self.references.items()
+        }
+        other.next_token_texts = []
+        return other
 
     def load(self) -> None:
         """Load everything that a measurement needs."""
@@ -130,7 +160,7 @@ class Pipeline:
         """Return what runs the network of a row: here the interpreter."""
         backend = backend_named(self.setup.flavour)
         network = build_network(backend, self.checkpoint, variant, scales, phase, CONTEXT)
-        return Interpreter(network)
+        return Interpreter(network, summation_order=self.setup.summation_order)
 
     def _kept(self, variant: Variant, logits: np.ndarray) -> np.ndarray | None:
         """Return logits that another executor's are held against, where that says something."""
@@ -142,18 +172,25 @@ class Pipeline:
         """Return the measurement, and the logits [N, 128, V] that decode is held against."""
         executor = self.executor(variant, scales, "prefill")
         architecture = self.checkpoint.architecture
-        decoded = decoder.prefill(executor, architecture, self.prose)
-        last = last_rows(
-            lambda ids: decoder.prefill(executor, architecture, ids).logits,
-            self.next_token_texts,
-            self.widths,
-        )
+
+        def run(token_ids: np.ndarray) -> Decoded:
+            return decoder.prefill(executor, architecture, token_ids)
+
+        decoded, rows, checked = run(self.prose), {}, {}
+        if self.next_token_texts:
+            rows["next_token"] = last_rows(
+                lambda ids: run(ids).logits, self.next_token_texts, self.widths
+            )
+            checked["next-token logits"] = rows["next_token"]
         kept = decoded.logits[:, :DECODE_TOKENS]
-        non_finite = _first_non_finite(decoded, {"next-token logits": last})
+        non_finite = _first_non_finite(decoded, checked)
+        if self.sampled_texts and not non_finite:
+            rows["sampled"], non_finite = _scored_logits(run, self.sampled_texts)
         if non_finite:
             return Measurement(non_finite, {}), kept
         found = compared("prose", self.references["prefill"], decoded.logits)
-        found |= compared("next_token", self.references["next_token"], last)
+        for name, logits in rows.items():
+            found |= compared(name, self.references[name], logits)
         logits = self._kept(variant, decoded.logits)
         return Measurement(None, found, logits=logits, references=self.provenances), kept
 
@@ -172,6 +209,22 @@ class Pipeline:
         agreement = compared("agreement", own, decoded.logits)["agreement/prefill"]
         logits = self._kept(variant, decoded.logits)
         return Measurement(None, found, agreement, logits, self.provenances)
+
+
+def _scored_logits(
+    run: Callable[[np.ndarray], Decoded], texts: Sequence[np.ndarray]
+) -> tuple[np.ndarray, str | None]:
+    """Return float32 [M, V] at every position of the texts, and the first that is not finite."""
+    rows = []
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        group = texts[start : start + TEXTS_AT_ONCE]
+        decoded = run(padded(group, CONTEXT))
+        non_finite = _first_non_finite(decoded, {})
+        if non_finite:
+            return np.empty(0), f"sampled texts from {start}: {non_finite}"
+        text, position, _ = metrics.scored_rows(group, "every")
+        rows.append(decoded.logits[text, position])
+    return np.concatenate(rows), None
 
 
 def _first_non_finite(decoded: Decoded, more: Mapping[str, np.ndarray]) -> str | None:

@@ -39,6 +39,7 @@ class Setup:
         text_source: "bundled" or "study".
         cache: folder where references are kept.
         keep_logits: whether measurements of rows without FP8 keep their logits.
+        summation_order: of the interpreter; see ``Interpreter``.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Setup:
     text_source: str
     cache: Path
     keep_logits: bool = False
+    summation_order: int = 0
 
 
 _pipeline: "Pipeline"  # of this process, set by _prepare
@@ -67,6 +69,10 @@ def _measure(variant: Variant, scales: Scales | None) -> dict[str, Outcome]:
     return _pipeline.measure(variant, scales)
 
 
+def _measure_again(variant: Variant, scales: Scales | None) -> dict[str, Outcome]:
+    return _pipeline.second_roll.measure(variant, scales)
+
+
 def _calibrate(text: TextSet, modules: Sequence[str]) -> Scales:
     return _pipeline.calibrate(text, modules)
 
@@ -77,6 +83,7 @@ class Measurer:
     def __init__(self, setup: Setup, workers: int) -> None:
         """Start the workers, which begin to load; with 0 workers, load nothing yet."""
         self._rows: dict[str, Future[dict[str, Outcome]]] = {}
+        self._second_rolls: dict[str, Future[dict[str, Outcome]]] = {}
         self._pool: ProcessPoolExecutor | None = None
         if workers > 0:
             context = multiprocessing.get_context("spawn")
@@ -121,7 +128,20 @@ class Measurer:
 
     def result(self, variant: Variant, phase: str) -> Measurement:
         """Return what a submitted row gave in a phase; raise what it failed with."""
-        outcome = self._rows[variant.name].result()[phase]
-        if isinstance(outcome, GptNeoTrtError):
-            raise outcome
-        return outcome
+        return _given(self._rows[variant.name], phase)
+
+    def submit_second_roll(self, variant: Variant, scales: Scales | None) -> None:
+        """Queue a row in another order of summation, compared as the regressions need it."""
+        self._second_rolls[variant.name] = self._run(_measure_again, variant, scales)
+
+    def second_roll(self, variant: Variant, phase: str) -> Measurement:
+        """Return what the second roll of a row gave in a phase; raise what it failed with."""
+        return _given(self._second_rolls[variant.name], phase)
+
+
+def _given(row: Future[dict[str, Outcome]], phase: str) -> Measurement:
+    """Return what a row gave in a phase; raise what it failed with."""
+    outcome = row.result()[phase]
+    if isinstance(outcome, GptNeoTrtError):
+        raise outcome
+    return outcome

@@ -20,10 +20,31 @@ from safetensors.numpy import save_file
 import gptneo_trt
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.whole_file import whole_file
-from tests.gate.last_rows import last_rows
+from tests.gate.last_rows import Run, last_rows, padded
 
 SOURCE = Path(gptneo_trt.__file__).parent / "reference.py"
 TYPES = {"bf16": "bfloat16", "float32": "float32"}
+ARRAYS = ("prose", "next_token", "sampled")
+
+
+@dataclass(frozen=True)
+class ScoredTexts:
+    """Hold the token ids that a reference and every row run on.
+
+    Attributes:
+        prose: int32 [N, T].
+        next_token: int32 [T] each, scored at their last token.
+        sampled: int32 [T] each, scored at every token; none where the source has no such text.
+    """
+
+    prose: np.ndarray
+    next_token: Sequence[np.ndarray]
+    sampled: Sequence[np.ndarray]
+
+    def identity(self) -> dict[str, list[str]]:
+        """Return text set -> the SHA-256 of the shape and ids of each array in it."""
+        arrays = {"prose": [self.prose], "next_token": self.next_token, "sampled": self.sampled}
+        return {name: [_sha256(ids) for ids in each] for name, each in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -33,49 +54,50 @@ class ReferenceLogits:
     Attributes:
         prose: float32 [N, T, V].
         next_token: float32 [M, V], at the last token of each question and prompt.
+        sampled: float32 [N, T, V], T of the longest; N of 0 where there is no sampled text.
         provenance: of the model that gave them; see ``reference.provenance``.
     """
 
     prose: np.ndarray
     next_token: np.ndarray
+    sampled: np.ndarray
     provenance: Mapping[str, str]
 
 
 def reference_logits(
-    checkpoint: Checkpoint,
-    prose: np.ndarray,
-    next_token_texts: Sequence[np.ndarray],
-    type_name: str,
-    cache: Path,
+    checkpoint: Checkpoint, texts: ScoredTexts, type_name: str, cache: Path
 ) -> ReferenceLogits:
     """Return the reference's logits, from the cache or computed now.
 
     Args:
         checkpoint: weights and shapes.
-        prose: int32 [N, T].
-        next_token_texts: int32 [T] each.
+        texts: what it runs on.
         type_name: "bf16" or "float32".
         cache: folder; two processes may share it.
     """
     folder = cache / "references"
     folder.mkdir(parents=True, exist_ok=True)
-    key = _key(checkpoint, [prose.ravel(), *next_token_texts], type_name)
-    path = folder / f"{key}.safetensors"
+    path = folder / f"{_key(checkpoint, texts, type_name)}.safetensors"
     with FileLock(path.with_suffix(".lock")):
         found = _stored(path)
         if found is None:
-            found = _computed(checkpoint, prose, next_token_texts, type_name)
-            arrays = {"prose": found.prose, "next_token": found.next_token}
+            found = _computed(checkpoint, texts, type_name)
             with whole_file(path) as temporary:
+                arrays = {name: getattr(found, name) for name in ARRAYS}
                 save_file(arrays, temporary, metadata=dict(found.provenance))
     return found
 
 
-def _key(checkpoint: Checkpoint, texts: Sequence[np.ndarray], type_name: str) -> str:
+def _sha256(ids: np.ndarray) -> str:
+    shaped = f"{ids.shape}".encode() + ids.astype(np.int64).tobytes()
+    return hashlib.sha256(shaped).hexdigest()
+
+
+def _key(checkpoint: Checkpoint, texts: ScoredTexts, type_name: str) -> str:
     identity = {
         "checkpoint": checkpoint.sha256,
         "source": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
-        "texts": [hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest() for ids in texts],
+        "texts": texts.identity(),
         "type": type_name,
         "versions": [metadata.version(package) for package in ("torch", "transformers")],
     }
@@ -87,20 +109,15 @@ def _stored(path: Path) -> ReferenceLogits | None:
         return None
     try:
         with safe_open(path, "numpy") as file:
-            if set(file.keys()) != {"prose", "next_token"} or not file.metadata():
+            if set(file.keys()) != set(ARRAYS) or not file.metadata():
                 return None
-            arrays = {name: file.get_tensor(name) for name in ("prose", "next_token")}
+            arrays = {name: file.get_tensor(name) for name in ARRAYS}
             return ReferenceLogits(**arrays, provenance=file.metadata())
     except SafetensorError:
         return None
 
 
-def _computed(
-    checkpoint: Checkpoint,
-    prose: np.ndarray,
-    next_token_texts: Sequence[np.ndarray],
-    type_name: str,
-) -> ReferenceLogits:
+def _computed(checkpoint: Checkpoint, texts: ScoredTexts, type_name: str) -> ReferenceLogits:
     # Only a cold run needs torch's model and transformers.
     import torch
 
@@ -108,7 +125,15 @@ def _computed(
 
     model = reference.torch_model(checkpoint, getattr(torch, TYPES[type_name]))
     return ReferenceLogits(
-        prose=reference.logits(model, prose),
-        next_token=last_rows(lambda ids: reference.logits(model, ids), next_token_texts),
+        prose=reference.logits(model, texts.prose),
+        next_token=last_rows(lambda ids: reference.logits(model, ids), texts.next_token),
+        sampled=_padded_logits(lambda ids: reference.logits(model, ids), texts.sampled),
         provenance=reference.provenance(model),
     )
+
+
+def _padded_logits(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return float32 [N, T, V] of texts of any lengths; no text gives N of 0."""
+    if not texts:
+        return np.empty((0, 0, 0), dtype=np.float32)
+    return run(padded(texts, max(map(len, texts))))

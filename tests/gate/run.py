@@ -12,6 +12,7 @@ from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import (
     Cell,
     Checkpoint,
+    Interval,
     Measurement,
     PairedDifference,
     Plan,
@@ -21,14 +22,17 @@ from gptneo_trt.data import (
     TokenMetrics,
 )
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.paired import paired_difference
+from gptneo_trt.scales import ranges_from_values, values_from_ranges
 from gptneo_trt.targets import Gpu, Target
-from gptneo_trt.variants import Variant
+from gptneo_trt.variants import FLOOR, Variant
 from gptneo_trt.verdicts import Key, problems
+from tests.gate import tolerances
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS
 
 BASELINE_PREFIX = "regression/"  # metrics that are judged against the stored run
-EXCESS_CONFIDENCE = 0.975  # of each bound: 95 % between them
-UNSTORED = ("build_s", "load_s")  # of this machine and its caches, not of the engine
+# Of this machine and its caches, not of the engine; and what is of two rows.
+UNSTORED = ("build_s", "load_s", "floor_ratio_x", "floor_ratio_lower_x", "floor_ratio_upper_x")
 STORED_REFERENCE = "float32"  # bf16's own error differs between processors, float32's does not
 
 
@@ -40,6 +44,20 @@ def regression_tokens(tokens: TokenMetrics) -> dict[str, tuple[np.ndarray, np.nd
         "nll_mean_nats": (tokens.nll_nats[scored], tokens.text[scored]),
         "top1_disagreement_frac": ((~tokens.top1).astype(np.float64), tokens.text),
     }
+
+
+def regression_values(measured: Measurement) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return what regressions are judged by, as ``regression_tokens``: of each text set there is.
+
+    Metrics of a text set other than the prose begin with its name: "sampled/kl_mean_nats".
+    """
+    found = {}
+    for text_set, metric in tolerances.REGRESSIONS:
+        scored = measured.metrics.get(f"{text_set}/{STORED_REFERENCE}")
+        if scored:
+            name = metric if text_set == "prose" else f"{text_set}/{metric}"
+            found[name] = regression_tokens(scored.tokens)[metric]
+    return found
 
 
 @dataclass
@@ -58,7 +76,9 @@ class GateRun:
         refusal: why nothing can be measured here, and what to do; "" otherwise.
         known_failures: cells that failed as a row of KNOWN_FAILURES says, a line each.
         timing: what the latencies are the time of; empty where nothing is timed.
+        hashes: variant -> "scales", "<phase>/network", "<phase>/plan" -> SHA-256 of what was built.
         references: type -> provenance of the model that losses are to.
+        unresolved: variant -> "<phase>/regression/<metric>" -> why its noise is too large to store.
     """
 
     expected: set[Key] = field(default_factory=set)
@@ -76,6 +96,8 @@ class GateRun:
     known_failures: list[str] = field(default_factory=list)
     timing: Mapping[str, object] = field(default_factory=dict)
     references: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    unresolved: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
@@ -91,9 +113,19 @@ class GateRun:
         ]
 
     def add_plan(self, variant: str, phase: str, plan: Plan) -> None:
-        """Keep the figures of a plan."""
+        """Keep the figures of a plan, and its hash."""
         row = self.values.setdefault(variant, {})
         row |= {f"{phase}/plan_mib": plan.plan_mib, f"{phase}/build_s": plan.build_s}
+        if plan.sha256:
+            self.add_hash(variant, f"{phase}/plan", plan.sha256)
+
+    def add_ranges(self, variant: str, ranges: Mapping[str, float]) -> None:
+        """Keep the calibrated range of each projection that a row quantizes."""
+        self.values.setdefault(variant, {}).update(values_from_ranges(ranges))
+
+    def add_hash(self, variant: str, name: str, sha256: str) -> None:
+        """Keep the hash of something that the row was built from, or of what was built."""
+        self.hashes.setdefault(variant, {})[name] = sha256
 
     def add_measurement(self, variant: str, phase: str, measured: Measurement) -> None:
         """Keep the figures of a measurement."""
@@ -102,12 +134,45 @@ class GateRun:
         self.references |= measured.references
         for name, found in measured.metrics.items():
             row |= {f"{phase}/{name}/{metric}": value for metric, value in found.values.items()}
-        stored = measured.metrics.get(f"prose/{STORED_REFERENCE}")
-        if stored:
-            for metric, (values, _) in regression_tokens(stored.tokens).items():
-                tokens[f"{phase}/{BASELINE_PREFIX}{metric}"] = values
+        for metric, (values, _) in regression_values(measured).items():
+            tokens[f"{phase}/{BASELINE_PREFIX}{metric}"] = values
         if measured.agreement:
             row["decode/agreement/kl_mean_nats"] = measured.agreement.values["kl_mean_nats"]
+
+    def add_noise(
+        self, variant: str, phase: str, first: Measurement, second: Measurement, *, is_bound: bool
+    ) -> None:
+        """Keep how far a second roll of a row, without any regression, is from the first.
+
+        The noise of a metric is the standard error of its paired mean over texts, in its unit.
+
+        Args:
+            variant, phase: of both.
+            first: what is stored.
+            second: the same row, its sums added in another order.
+            is_bound: whether the noise of two runs is below this. So it is of an engine next to
+                its interpreted network: built again, an engine gives the same bits (measured).
+                Else a tolerance that this noise does not let the texts resolve is refused.
+        """
+        again = regression_values(second)
+        for name, (before, text) in regression_values(first).items():
+            key = f"{phase}/{BASELINE_PREFIX}{name}"
+            if name not in again:
+                self.unresolved.setdefault(variant, {})[key] = (
+                    f"{key}: no noise: second roll: {second.non_finite}"
+                )
+                continue
+            paired = paired_difference(
+                before, again[name][0], text, tolerances.CONFIDENCE, tolerances.POWER
+            )
+            self.add_value(variant, f"{key}/noise", paired.standard_error)
+            text_set, _, metric = name.rpartition("/")
+            tolerance = tolerances.regression_tolerance(
+                text_set or "prose", metric, float(before.mean())
+            )
+            why = tolerances.unresolved(key, paired.minimum_detectable, tolerance)
+            if why and not is_bound:
+                self.unresolved.setdefault(variant, {})[key] = why
 
     def add_value(self, variant: str, name: str, value: float) -> None:
         """Keep one figure under its flat name."""
@@ -124,6 +189,15 @@ class GateRun:
             f"{excess}/kl_mean_nats": paired.mean,
             f"{excess}/kl_lower_nats": paired.lower,
             f"{excess}/kl_upper_nats": paired.upper,
+        }
+
+    def add_floor_ratio(self, variant: str, phase: str, ratio: Interval) -> None:
+        """Keep the loss to bf16 over that of fp16, with its bounds."""
+        row, name = self.values.setdefault(variant, {}), f"{phase}/prose/bf16/floor_ratio"
+        row |= {
+            f"{name}_x": ratio.value,
+            f"{name}_lower_x": ratio.lower,
+            f"{name}_upper_x": ratio.upper,
         }
 
     def add_speedup(self, variant: str, phase: str, speedup: Speedup, noise: Speedup) -> None:
@@ -149,40 +223,59 @@ class GateRun:
         return problems(self.expected, self.cells) if self.expected else []
 
     def update_baselines(self) -> list[str]:
-        """Write a baseline for every row whose other cells passed; return a line a change.
+        """Write a baseline for every row that is fit for it; return a line a change.
+
+        A row is written from a clean commit alone, when every cell of its own and of the fp16
+        row passed, comparisons apart: these cannot be checked while what they compare with is
+        being written. fp16 shares checkpoint, texts, reference and decoder with every row, and
+        ship decision, floor ratio and time ratio are relative to it: where it failed, no figure
+        of the run is sound. Another row that failed says nothing about this one, and waits.
 
         Raises:
             BaselineError: nothing was measured.
         """
         if self.folder is None or self.provenance is None or not self.values:
             raise BaselineError("no baseline written: nothing was measured; select gate tests")
-        lines = []
+        lines, unclean = [], self._unclean()
         for variant in sorted({variant for variant, _, _ in self.expected}):
-            wrong = self._unfit(variant)
+            wrong = unclean or self._unfit(variant)
             if wrong:
                 lines.append(f"{variant}: not written: {'; '.join(wrong)}")
             else:
                 lines += self._write(variant)
         return lines
 
+    def _unclean(self) -> list[str]:
+        """Return why this commit cannot be measured again: what ran is not in it."""
+        commit = self.provenance.commit if self.provenance else "unknown"
+        if commit == "unknown":
+            return ["the commit is unknown; run from a git clone"]
+        if commit.endswith("-dirty"):
+            commit = commit.removesuffix("-dirty")
+            return [f"the working tree differs from commit {commit}; commit first"]
+        return []
+
     def _unfit(self, variant: str) -> list[str]:
         """Return what keeps a row from being stored.
 
-        Every cell that is not a comparison must have passed, every comparison needs its figure.
+        Every cell of it and of fp16 that is not a comparison must have passed, every comparison
+        of it needs its figure, and its noise must let the texts resolve each tolerance.
         """
-        own = {key for key in self.expected if key[0] == variant}
-        compared = {key for key in own if key[2].startswith(BASELINE_PREFIX)}
-        own -= compared
+        compared = {key for key in self.expected if key[2].startswith(BASELINE_PREFIX)}
+        own = {key for key in self.expected - compared if key[0] in (variant, FLOOR)}
         cells = [cell for cell in self.cells if (cell.variant, cell.phase, cell.metric) in own]
-        figures = {*self.values.get(variant, {}), *self.tokens.get(variant, {})}
+        values = self.values.get(variant, {})
+        figures = {*values, *self.tokens.get(variant, {})}
+        figures |= {"both/activation_amax"} if ranges_from_values(values) else set()
         missing = [
             f"{variant}/{phase}/{metric}: not measured: no figure to store"
-            for _, phase, metric in sorted(compared)
-            if figures.isdisjoint(
+            for row, phase, metric in sorted(compared)
+            if row == variant
+            and figures.isdisjoint(
                 {f"{phase}/{metric}", f"{phase}/{metric.removeprefix(BASELINE_PREFIX)}"}
             )
         ]
-        return problems(own, cells) + missing
+        return problems(own, cells) + missing + [*self.unresolved.get(variant, {}).values()]
 
     def _write(self, variant: str) -> list[str]:
         values = {
@@ -190,7 +283,8 @@ class GateRun:
             for name, value in self.values.get(variant, {}).items()
             if not name.endswith(UNSTORED)
         }
-        more = {"references": self.references, "timing": self.timing}
+        hashes = self.hashes.get(variant, {})
+        more = {"hashes": hashes, "references": self.references, "timing": self.timing}
         provenance = asdict(self.provenance) | {name: part for name, part in more.items() if part}
         new = Baseline(self.key, provenance, values, self.tokens.get(variant, {}))
         try:
@@ -219,6 +313,7 @@ class GateRun:
             self.expected,
             self.values,
             {
+                "hashes": self.hashes,
                 "known_failures": self.known_failures,
                 "references": self.references,
                 "timing": self.timing,

@@ -1,5 +1,7 @@
 """What a run is about: its target, its rows, and which of their failures are known."""
 
+from pathlib import Path
+
 import pytest
 
 from gptneo_trt.backend import Backend, backend_named
@@ -11,7 +13,7 @@ from gptneo_trt.known_failures import (
     known_failure,
 )
 from gptneo_trt.targets import Gpu, Target, gpu_at_hand, target_of_expression
-from gptneo_trt.variants import VARIANTS
+from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate.limits import rows_of
 
 _GPU = pytest.StashKey[Gpu | None]()
@@ -26,6 +28,13 @@ def target_of(config: pytest.Config) -> Target:
 def model_of(config: pytest.Config) -> str:
     """Return the name of what ``--model`` asks for, without a revision."""
     return str(config.getoption("--model")).partition("@")[0]
+
+
+def text_source_of(config: pytest.Config) -> str:
+    """Return which texts judge what ``--model`` asks for: the study's for one of the hub."""
+    model = str(config.getoption("--model"))
+    is_of_the_hub = "@" in model and not Path(model).expanduser().is_dir()
+    return "study" if is_of_the_hub else "bundled"
 
 
 def gpu_of(config: pytest.Config) -> Gpu | None:
@@ -46,9 +55,16 @@ def backend_of(config: pytest.Config) -> Backend | None:
 
 
 def selected_names(config: pytest.Config) -> list[str]:
-    """Return the rows to run, in the order of VARIANTS."""
+    """Return the rows to run, in the order of VARIANTS.
+
+    The floor is judged whenever another row quantizes something: FP8 hides faults of the graph
+    that fp16 shows, such as a local window one too narrow. It is stored only where it is named.
+    """
     asked = [name.strip() for name in config.getoption("--variants").split(",") if name.strip()]
     asked = asked or list(rows_of(config.getoption("--model")))
+    quantized = any(name in VARIANTS and VARIANTS[name].quantized for name in asked)
+    if quantized and not config.getoption("--update-baselines"):
+        asked.append(FLOOR)
     return [name for name in VARIANTS if name in asked] + [
         name for name in asked if name not in VARIANTS
     ]

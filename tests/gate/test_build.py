@@ -1,13 +1,16 @@
-"""Both networks build, their plans have the stored size, and they quantize what the row says."""
+"""Both networks build, their plans have the stored size, they quantize what the row says, with
+the ranges that calibration gave before.
+"""
 
 import pytest
 
 from gptneo_trt.data import Cell
 from gptneo_trt.inspection import quantization_of
-from gptneo_trt.network import PHASES, activation_scales, build_network
+from gptneo_trt.network import PHASES, activation_scales
+from gptneo_trt.scale_verdicts import judge_ranges
+from gptneo_trt.scales import ranges_from_values
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit, judge_stored
-from tests.gate import limits
-from tests.gate.measurer import CONTEXT
+from tests.gate import limits, tolerances
 
 
 @pytest.mark.cells(phases=PHASES, metrics=("build",), stage="build")
@@ -36,7 +39,7 @@ def test_plan_size_is_the_stored_one(variant, phase, metric, planned, judge, sto
         pytest.skip("baselines are being written")
     found, name = stored(variant), f"{phase}/plan_mib"
     expected, rounding = found.values.get(name), found.rounding.get(name, 0.0)
-    tolerance = limits.PLAN_SIZE_FRAC
+    tolerance = tolerances.PLAN_SIZE_FRAC
     judge(
         judge_stored(
             variant.name, phase, metric, built.plan_mib, expected, tolerance, tolerance_abs=rounding
@@ -46,11 +49,10 @@ def test_plan_size_is_the_stored_one(variant, phase, metric, planned, judge, sto
 
 @pytest.mark.cells(phases=PHASES, metrics=("quantized_projections",))
 def test_exactly_the_intended_projections_are_quantized(
-    variant, phase, metric, backend, checkpoint, scales, judge
+    variant, phase, metric, built_network, checkpoint, scales, judge
 ):
     """Read back from TensorRT, FP8 products are where the row says, with the calibrated scales."""
-    network = build_network(backend, checkpoint, variant, scales, phase, CONTEXT)
-    found = quantization_of(network)
+    found = quantization_of(built_network(variant, phase))
     expected = variant.quantized_modules(checkpoint.architecture.num_layers)
     missing = sorted(set(expected) - set(found.modules))
     extra = sorted(set(found.modules) - set(expected))
@@ -68,3 +70,18 @@ def test_exactly_the_intended_projections_are_quantized(
         reason += f"; other scales: {'; '.join(rescaled)}"
     count, wanted = len(found.modules), len(expected)
     judge(Cell(variant.name, phase, metric, count, wanted, None, verdict, reason))
+
+
+@pytest.mark.cells(
+    phases=("both",), metrics=("regression/activation_amax",), rows="quantized", quality=True
+)
+def test_calibrated_ranges_are_the_stored_ones(
+    variant, phase, metric, calibrated, judge, stored, comparing
+):
+    """Calibration gives each projection of a row the range that it gave for the stored run."""
+    obtained = calibrated(variant)
+    if not comparing:
+        pytest.skip("baselines are being written")
+    expected = ranges_from_values(stored(variant).values)
+    tolerance = tolerances.ACTIVATION_AMAX_FRAC
+    judge(judge_ranges(variant.name, phase, metric, obtained, expected, tolerance))

@@ -12,11 +12,16 @@ from gptneo_trt.engine_verdicts import judge_excess
 from gptneo_trt.network import PHASES
 from gptneo_trt.paired import paired_difference
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit, not_measured
-from tests.gate import limits
+from tests.gate import tolerances
 from tests.gate.measure import distribution
-from tests.gate.run import EXCESS_CONFIDENCE
 
 LEFT_BEHIND = (float("nan"), 6e4)
+
+
+def directly_compared(prose, expected, obtained):
+    """Return the Metrics of an engine's logits to the interpreter's, float32 [N, T, V] both."""
+    reference = distribution(prose[:, : expected.shape[1]], expected)
+    return metrics.summarize(metrics.compare(reference, obtained.reshape(-1, obtained.shape[-1])))
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +31,7 @@ def direct(engines, measured, interpreted):
     @cache
     def compared(variant, phase):
         expected, obtained = interpreted(variant, phase).logits, measured(variant, phase).logits
-        reference = distribution(engines.prose[:, : expected.shape[1]], expected)
-        return metrics.summarize(
-            metrics.compare(reference, obtained.reshape(-1, obtained.shape[-1]))
-        )
+        return directly_compared(engines.prose, expected, obtained)
 
     return compared
 
@@ -110,14 +112,15 @@ def test_engine_loses_what_its_recipe_loses(
     reference = metric.split("/")[1]
     own, expected = (each.metrics[f"prose/{reference}"] for each in (engine, recipe))
     paired = paired_difference(
-        expected.tokens.kl_nats, own.tokens.kl_nats, own.tokens.text, EXCESS_CONFIDENCE
-    )
+        expected.tokens.kl_nats, own.tokens.kl_nats, own.tokens.text,
+        tolerances.EXCESS_CONFIDENCE, tolerances.POWER,
+    )  # fmt: skip
     recipe_nats = expected.values["kl_mean_nats"]
     gate_run.add_excess(variant.name, phase, reference, recipe_nats, paired)
     judge(
         judge_excess(
             variant.name, phase, metric, paired, recipe_nats,
-            limits.EXCESS_OF_RECIPE_LOSS, limits.EXCESS_NATS,
+            tolerances.EXCESS_OF_RECIPE_LOSS, tolerances.EXCESS_NATS,
         )
     )  # fmt: skip
 
@@ -138,7 +141,7 @@ def test_engine_gives_what_its_network_gives(
     obtained = direct(variant, phase).values[name]
     gate_run.add_value(variant.name, f"{phase}/{metric}", obtained)
     bound = {
-        "kl_mean_nats": Bound(AT_MOST, limits.DIRECT_KL_NATS),
-        "top1_frac": Bound(AT_LEAST, limits.DIRECT_TOP1_FRAC),
+        "kl_mean_nats": Bound(AT_MOST, tolerances.DIRECT_KL_NATS),
+        "top1_frac": Bound(AT_LEAST, tolerances.DIRECT_TOP1_FRAC),
     }[name]
     judge(judge_limit(variant.name, phase, metric, obtained, bound))

@@ -2,36 +2,58 @@
 
 import pytest
 
+from gptneo_trt import ratios
 from gptneo_trt.data import Cell
 from gptneo_trt.network import PHASES
 from gptneo_trt.paired import paired_difference
 from gptneo_trt.variants import FLOOR, VARIANTS
 from gptneo_trt.verdicts import (
     AT_MOST,
+    WITHIN,
     Bound,
+    judge_decision,
     judge_limit,
     judge_regression,
     judge_stored,
     not_measured,
 )
-from tests.gate import limits
+from tests.gate import limits, tolerances
 from tests.gate.cells import PUBLISHED_VALUES, OutsideShipLimitsError
-from tests.gate.run import BASELINE_PREFIX, STORED_REFERENCE, regression_tokens
+from tests.gate.run import BASELINE_PREFIX, regression_values
 
 LIMITED = ("kl_mean_nats", "float32/kl_mean_nats", "top1_frac", "perplexity_ratio")
 NEXT_TOKEN = ("next_token/kl_mean_nats", "next_token/top1_frac")
+STANDARD_ERRORS = {
+    "kl_mean_nats": "kl_mean_stderr_nats",
+    "top1_frac": "top1_stderr_frac",
+    "perplexity_ratio": "perplexity_ratio_log_stderr",
+}
 REGRESSIONS = ("kl_mean_nats", "nll_mean_nats", "top1_disagreement_frac")
 
 
 def value_of(measurement, metric):
     """Return a metric: "kl_mean_nats" is prose's to bf16, prefixes name what differs."""
+    values, name = _values_of(measurement, metric)
+    return values[name]
+
+
+def error_of(measurement, metric):
+    """Return the standard error of a metric over texts, in its unit; None where it has none."""
+    values, name = _values_of(measurement, metric)
+    error = values.get(STANDARD_ERRORS[name])
+    # d exp(x) = exp(x) dx: the error of a ratio is that of its logarithm times the ratio.
+    return error * values[name] if error and name == "perplexity_ratio" else error
+
+
+def _values_of(measurement, metric):
+    """Return the values of a text set and reference, and the name of a metric among them."""
     *prefix, name = metric.split("/")
     text, reference = "prose", "bf16"
     if prefix == ["float32"]:
         reference = "float32"
     if prefix == ["next_token"]:
         text = "next_token"
-    return measurement.metrics[f"{text}/{reference}"].values[name]
+    return measurement.metrics[f"{text}/{reference}"].values, name
 
 
 @pytest.mark.cells(phases=PHASES, metrics=("non_finite",), quality=True)
@@ -47,7 +69,8 @@ def _judge_limit(variant, phase, metric, measured, judge, checkpoint, target):
     if measurement.non_finite:
         judge(not_measured(variant.name, phase, metric, measurement.non_finite))
     bound = limits.limits_of(checkpoint, variant, target).bounds()[metric]
-    judge(judge_limit(variant.name, phase, metric, value_of(measurement, metric), bound))
+    value, error = value_of(measurement, metric), error_of(measurement, metric)
+    judge(judge_limit(variant.name, phase, metric, value, bound, error))
 
 
 @pytest.mark.cells(phases=PHASES, metrics=LIMITED, quality=True)
@@ -69,22 +92,46 @@ def test_next_token_is_within_the_limits(
 )
 def test_loss_is_the_stored_one(variant, phase, metric, measured, judge, stored, comparing):
     """Token by token, a row loses no more than the stored run did."""
+    _judge_regression(variant, phase, metric, measured, judge, stored, comparing)
+
+
+@pytest.mark.cells(
+    phases=("prefill",),
+    metrics=(f"{BASELINE_PREFIX}sampled/kl_mean_nats",),
+    quality=True,
+    text="sampled",
+)
+def test_loss_on_sampled_text_is_the_stored_one(
+    variant, phase, metric, measured, judge, stored, comparing
+):
+    """The same on text that was sampled from the checkpoint: twice the texts of the prose."""
+    _judge_regression(variant, phase, metric, measured, judge, stored, comparing)
+
+
+def _judge_regression(variant, phase, metric, measured, judge, stored, comparing):
     measurement = measured(variant, phase)
     if not comparing:
         pytest.skip("baselines are being written")
     if measurement.non_finite:
         judge(not_measured(variant.name, phase, metric, measurement.non_finite))
-    name, found = metric.removeprefix(BASELINE_PREFIX), stored(variant)
-    if found.is_published:
-        judge(_published(variant, phase, metric, measurement, found))
-        return
-    tokens = measurement.metrics[f"prose/{STORED_REFERENCE}"].tokens
-    current, text = regression_tokens(tokens)[name]
+    found = stored(variant)
+    judge_one = _published if found.is_published else _paired
+    judge(judge_one(variant, phase, metric, measurement, found))
+
+
+def _paired(variant, phase, metric, measurement, found):
+    """Judge the values a token against stored ones of the same tokens."""
+    text_set, _, name = metric.removeprefix(BASELINE_PREFIX).rpartition("/")
+    text_set = text_set or "prose"
+    current, text = regression_values(measurement)[metric.removeprefix(BASELINE_PREFIX)]
     before = found.tokens[f"{phase}/{metric}"]
-    paired = paired_difference(before, current, text)
+    paired = paired_difference(
+        before, current, text, tolerances.CONFIDENCE, tolerances.POWER,
+        noise_standard_error=found.values.get(f"{phase}/{metric}/noise", 0.0),
+    )  # fmt: skip
     mean = float(before.mean(dtype="float64"))
-    tolerance = limits.regression_tolerance(name, mean)
-    judge(judge_regression(variant.name, phase, metric, paired, mean, tolerance))
+    tolerance = tolerances.regression_tolerance(text_set, name, mean)
+    return judge_regression(variant.name, phase, metric, paired, mean, tolerance)
 
 
 def _published(variant, phase, metric, measurement, found):
@@ -95,10 +142,10 @@ def _published(variant, phase, metric, measurement, found):
     values = measurement.metrics[text].values
     # The published text has an error too, of about the same size.
     error = values["kl_mean_stderr_nats"] if figure == "kl_mean_nats" else 0.0
-    allowed = found.rounding[value] + limits.PUBLISHED_ERRORS * error
+    allowed = found.rounding[value] + tolerances.PUBLISHED_ERRORS * error
     return judge_stored(
         variant.name, phase, metric, values[figure], found.values[value],
-        limits.PUBLISHED_FRAC[figure], tolerance_abs=allowed,
+        tolerances.PUBLISHED_FRAC[figure], tolerance_abs=allowed,
     )  # fmt: skip
 
 
@@ -111,34 +158,37 @@ def test_decode_agrees_with_prefill(variant, phase, metric, measured, judge, tar
         judge(not_measured(variant.name, phase, metric, broken))
     # Prefill's loss: a broken decode must not raise its own limit.
     own_loss = prefill.metrics["prose/float32"].values["kl_mean_nats"]
-    bound = Bound(AT_MOST, limits.agreement_nats(own_loss, target))
-    obtained = measurement.agreement.values["kl_mean_nats"]
-    judge(judge_limit(variant.name, phase, metric, obtained, bound))
+    bound = Bound(AT_MOST, tolerances.agreement_nats(own_loss, target))
+    values = measurement.agreement.values
+    obtained, error = values["kl_mean_nats"], values.get("kl_mean_stderr_nats")
+    judge(judge_limit(variant.name, phase, metric, obtained, bound, error))
 
 
 @pytest.mark.cells(phases=("both",), metrics=("ship",), quality=True)
 def test_ship_decision_holds(variant, phase, metric, measured, judge, gate_run, checkpoint):
-    """A shipped row is within the ship limits; a studied row still misses them."""
-    decision = limits.decision_of(checkpoint, variant)
-    misses = []
+    """A shipped row is within the ship limits; a studied row misses one; both with evidence."""
+    decision, judged = limits.decision_of(checkpoint, variant), {}
     for each in PHASES:
         own, floor = measured(variant, each), measured(VARIANTS[FLOOR], each)
         broken = own.non_finite or floor.non_finite
         if broken:  # not what a studied row is expected to miss
             judge(not_measured(variant.name, phase, metric, f"{each}: {broken}"))
-        bounds = limits.ship_bounds(floor.metrics["prose/bf16"].values)
-        misses += [
-            f"{each}: {name} {value_of(own, name):.4g}, expected {bound}"
-            for name, bound in bounds.items()
-            if not bound.allows(value_of(own, name))
-        ]
-    as_decided = bool(misses) == (decision == limits.STUDIED)
-    reason = f"{decision}: " + ("; ".join(misses) or "within the ship limits")
-    if not as_decided and not misses:
-        reason += "; now within the limits: revisit the decision"
-    verdict = "passed" if as_decided else "failed"
-    obtained = "outside the ship limits" if misses else "within the ship limits"
-    cell = Cell(variant.name, phase, metric, obtained, decision, None, verdict, reason)
+        figures = _ship_figures(own.metrics["prose/bf16"], floor.metrics["prose/bf16"])
+        gate_run.add_floor_ratio(variant.name, each, figures["floor_ratio_x"])
+        for name, bound in limits.SHIP_LIMITS.items():
+            judged[f"{each}: {name}"] = (figures[name], bound)
+    cell = judge_decision(variant.name, phase, metric, decision, judged)
+    if cell.verdict == "inconclusive":
+        judge(cell)
     gate_run.cells.append(cell)
-    if misses:
-        raise OutsideShipLimitsError(reason)
+    if cell.obtained != WITHIN:
+        raise OutsideShipLimitsError(cell.reason)
+
+
+def _ship_figures(own, floor):
+    """Return name -> Interval of what the ship limits bound, of a row next to fp16's."""
+    return {
+        "floor_ratio_x": ratios.floor_ratio(own.tokens, floor.tokens, tolerances.CONFIDENCE),
+        "top1_drop_frac": ratios.top1_drop(own.tokens, floor.tokens, tolerances.CONFIDENCE),
+        "perplexity_ratio": ratios.perplexity_ratio(own.tokens, tolerances.CONFIDENCE),
+    }

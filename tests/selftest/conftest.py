@@ -11,31 +11,24 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from gptneo_trt.backend import Backend, backend_named
-from gptneo_trt.baselines import Baseline
-from gptneo_trt.data import Cell, Checkpoint, Measurement, Scales, TextSet
-from gptneo_trt.scales import read_scales, scales_path, write_scales
-from gptneo_trt.targets import TARGETS
-from gptneo_trt.texts import text_set
-from gptneo_trt.variants import VARIANTS, Variant
-from tests.gate.cells import folder_of
-from tests.gate.measure import Pipeline
-from tests.gate.measurer import CONTEXT, Setup
-from tests.gate.run import GateRun, baseline_key, stored_baseline
+from gptneo_trt.data import Cell
+from gptneo_trt.targets import Target
+from tests.gate.selection import target_of
 from tests.selftest import faults
-from tests.selftest.judging import QUALITY, Cells, judged
+from tests.selftest.bench import Bench
+from tests.selftest.catching import not_caught, not_green, told
+from tests.selftest.fault import Fault
+from tests.selftest.gate_faults import OTHER_GPU
+from tests.selftest.judging import Cells
+from tests.selftest.model_faults import NAN_WEIGHT, SCALED_SCORES
 
 ROOT = Path(__file__).parents[2]
-FLAVOUR = "tensorrt_rtx"
-NEXT_TOKEN_STEP = 8  # one question or prompt in eight: they take most of a prefill's time
 CHILD_S = 300
 
 # Name -> plugin, fault, what is collected. They share a cache and run in this order: the builder
@@ -43,8 +36,9 @@ CHILD_S = 300
 RUNS = {
     "crashing-builder": ("tests.selftest.crashing_builder", "", "tests/gate/test_build.py"),
     "control": ("", "", "tests/gate"),
-    faults.SCALED_SCORES: ("tests.selftest.faults", faults.SCALED_SCORES, "tests/gate"),
-    faults.NAN_WEIGHT: ("tests.selftest.faults", faults.NAN_WEIGHT, "tests/gate"),
+    SCALED_SCORES: ("tests.selftest.faults", SCALED_SCORES, "tests/gate"),
+    NAN_WEIGHT: ("tests.selftest.faults", NAN_WEIGHT, "tests/gate"),
+    OTHER_GPU: ("tests.selftest.faults", OTHER_GPU, "tests/gate/test_quality.py"),
 }
 
 
@@ -67,6 +61,12 @@ class ChildRun:
         cells = [Cell(**cell) for cell in self.results["cells"]]
         (found,) = (cell for cell in cells if (cell.phase, cell.metric) == (phase, metric))
         return found
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what needs a GPU where the target has none."""
+    needs_gpu = collection_path.name == "test_engine_faults.py"
+    return True if needs_gpu and not target_of(config).needs_gpu else None
 
 
 def _child_run(name: str, folder: Path) -> ChildRun:
@@ -114,105 +114,25 @@ def child_run(child_runs: dict[str, Future[ChildRun]], run_name: str) -> ChildRu
 
 
 @pytest.fixture(scope="session")
-def pipeline(pytestconfig: pytest.Config) -> Iterator[Pipeline]:
-    """Return the gate's pipeline, with fewer questions and prompts."""
+def bench(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Return what runs parts of the gate on the CPU with and without a fault."""
     threads = torch.get_num_threads()
-    cache = pytestconfig.getoption("--gate-cache")
-    made = Pipeline(Setup("bundled", FLAVOUR, "bundled", cache))
-    made.next_token_texts = made.next_token_texts[::NEXT_TOKEN_STEP]
-    yield made
+    yield Bench(pytestconfig.getoption("--gate-cache"), tmp_path_factory.mktemp("faults"))
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
-def checkpoint(pipeline: Pipeline) -> Checkpoint:
-    """Return the bundled checkpoint."""
-    return pipeline.checkpoint
+@pytest.fixture
+def expect_caught(
+    request: pytest.FixtureRequest, target: Target
+) -> Callable[[Fault, Cells, Cells], None]:
+    """Return a function (fault, cells with it, cells without) that tells ``tests.show_faults``.
 
+    It fails unless every cell of the fault has its verdict and reason, and passes without it.
+    """
 
-@pytest.fixture(scope="session")
-def backend() -> Backend:
-    """Return the flavour whose baselines are stored."""
-    return backend_named(FLAVOUR)
+    def expect(fault: Fault, cells: Cells, control: Cells) -> None:
+        wrong = not_caught(fault, cells) + not_green(fault, control)
+        request.node.user_properties.append(("fault", told(fault, target.name, cells, control)))
+        assert wrong == []
 
-
-@pytest.fixture(scope="session")
-def texts(checkpoint: Checkpoint) -> dict[str, TextSet]:
-    """Return the bundled texts."""
-    file, vocabulary = checkpoint.tokenizer_file, checkpoint.architecture.vocab_size
-    return {
-        name: text_set(name, "bundled", file, CONTEXT, vocabulary)
-        for name in ("calibration", "prose", "questions", "prompts")
-    }
-
-
-@pytest.fixture(scope="session")
-def gate_run(backend: Backend, checkpoint: Checkpoint, texts: dict[str, TextSet]) -> GateRun:
-    """Return what ``stored_baseline`` reads: key and folder of the baselines."""
-    cpu = TARGETS["cpu"]
-    key = baseline_key(cpu, backend, None, checkpoint, texts)
-    return GateRun(key=key, folder=folder_of(cpu, backend.target, checkpoint))
-
-
-@pytest.fixture(scope="session")
-def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
-    """Return a function variant -> Baseline, of the target cpu."""
-    return partial(stored_baseline, gate_run)
-
-
-@pytest.fixture(scope="session")
-def scales(
-    pytestconfig: pytest.Config,
-    pipeline: Pipeline,
-    checkpoint: Checkpoint,
-    texts: dict[str, TextSet],
-) -> Scales:
-    """Return the calibrated ranges; those of the gate where its cache has them."""
-    text = texts["calibration"]
-    modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
-    path = scales_path(pytestconfig.getoption("--gate-cache"), checkpoint, text)
-    found = read_scales(path, checkpoint, text, modules)
-    if found is None:
-        found = pipeline.calibrate(text, modules)
-        write_scales(path, found)
-    return found
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Hold both phases of a row, and the prefill logits that decode was held against."""
-
-    phases: dict[str, Measurement]
-    logits: np.ndarray
-
-
-@pytest.fixture(scope="session")
-def control(pipeline: Pipeline, scales: Scales) -> Callable[[Variant], Measured]:
-    """Return a function variant -> Measured without a fault, measured once."""
-    rows: dict[str, Measured] = {}
-
-    def get(variant: Variant) -> Measured:
-        if variant.name not in rows:
-            prefill, logits = pipeline.measure_prefill(variant, scales)
-            decode = pipeline.measure_decode(variant, scales, logits)
-            rows[variant.name] = Measured({"prefill": prefill, "decode": decode}, logits)
-        return rows[variant.name]
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def quality(
-    control: Callable[[Variant], Measured],
-    checkpoint: Checkpoint,
-    stored: Callable[[Variant], Baseline],
-) -> Callable[[Variant, dict[str, Measurement]], Cells]:
-    """Return a function (variant, phase -> Measurement) -> every quality cell of the row."""
-
-    def cells(variant: Variant, phases: dict[str, Measurement]) -> Cells:
-        def measured(row: Variant, phase: str) -> Measurement:
-            return phases[phase] if row == variant else control(row).phases[phase]
-
-        return judged(QUALITY, variant, measured=measured, checkpoint=checkpoint, stored=stored)
-
-    return cells
+    return expect

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from tests.selftest import faults
+from tests.selftest.fault import BOTH
+from tests.selftest.gate_faults import OTHER_GPU
+from tests.selftest.model_faults import NAN_WEIGHT, SCALED_SCORES
 
 GREEN, RED = "\x1b[32m", "\x1b[31m"
 
@@ -35,25 +37,25 @@ def test_control_run_is_green(child_run, run_name):
     assert re.search(rf"{re.escape(GREEN)}{whole}", last_line(child_run))
 
 
-@pytest.mark.parametrize("run_name", [faults.SCALED_SCORES])
+@pytest.mark.parametrize("run_name", [SCALED_SCORES])
 def test_run_with_wrong_numbers_is_red(child_run, run_name):
     """A wrong graph builds, is measured whole and fails by its loss; no plan cell is to blame."""
     assert child_run.status == 1, child_run.output
     cell = child_run.cell("prefill", "kl_mean_nats")
     assert cell.verdict == "failed"
-    assert re.match(r"obtained \S+, expected at most 0\.0004$", cell.reason)
+    assert re.match(r"obtained \S+, expected at most 0\.0004(;|$)", cell.reason)
     verdicts = by_verdict(child_run)
     assert set(verdicts) == {"passed", "failed"}
     assert verdicts["passed"] >= {
         (phase, metric)
-        for phase in faults.BOTH
+        for phase in BOTH
         for metric in ("build", "plan_mib", "regression/plan_mib", "quantized_projections")
     }
     assert child_run.results["coverage"]["missing"] == []
     assert RED in last_line(child_run)
 
 
-@pytest.mark.parametrize("run_name", [faults.NAN_WEIGHT])
+@pytest.mark.parametrize("run_name", [NAN_WEIGHT])
 def test_run_with_a_nan_is_red(child_run, run_name):
     """A NaN fails the cell that looks for it, and what cannot be measured then is listed."""
     assert child_run.status == 1, child_run.output
@@ -84,3 +86,15 @@ def test_run_with_a_crashing_builder_is_red(child_run, run_name):
         assert "last words" in reason
     assert ("prefill", "build") in by_verdict(child_run)["passed"]
     assert RED in last_line(child_run)
+
+
+@pytest.mark.parametrize("run_name", [OTHER_GPU])
+def test_run_against_a_run_of_another_gpu_is_red(child_run, run_name):
+    """A stored run of another GPU fails every comparison with both keys; nothing else fails."""
+    assert child_run.status == 1, child_run.output
+    failed = by_verdict(child_run)["failed"]
+    assert {metric.split("/")[0] for _, metric in failed} == {"regression"}
+    for phase, metric in failed:
+        reason = child_run.cell(phase, metric).reason
+        assert reason.startswith("BaselineError: baseline of fp16 is of something else: ")
+        assert 'gpu: stored "NVIDIA H200", current "cpu"' in reason

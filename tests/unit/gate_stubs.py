@@ -19,15 +19,29 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from gptneo_trt import backend, baselines, checkpoint, metrics, plans, runtime, targets
+from gptneo_trt import (
+    backend,
+    baselines,
+    checkpoint,
+    metrics,
+    plans,
+    provenance,
+    runtime,
+    targets,
+)
 from gptneo_trt.data import Measurement, Metrics, Plan, Scales, Speedup, TokenMetrics
 from gptneo_trt.errors import BuildError, CheckpointError, RunError
+from gptneo_trt.scales import values_from_ranges
 from gptneo_trt.targets import Gpu
+from gptneo_trt.variants import VARIANTS
 from tests.gate import measurer
+from tests.gate.run import BASELINE_PREFIX
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "GATE_STUBS"
 WINDOWS = {"prefill": 256, "decode": 128}
+LAYERS, AMAX = 6, 8.0  # of the bundled checkpoint; the range that every projection has here
+COMMIT = "4446f63"
 SPEEDUPS = {"fp16": 1.0, "fp8": 1.05}
 H200 = Gpu("NVIDIA H200", "9.0", "580.1", "GPU-made-up", 140.0)
 B200 = Gpu("NVIDIA B200", "10.0", "580.1", "GPU-made-up", 180.0)
@@ -79,7 +93,11 @@ class Stubs:
         if self.target != "cpu":
             key |= {"model": "bundled", "revision": "", "target": self.target}
         speed = {f"{phase}/speedup_x": SPEEDUPS.get(row, 1.0) for phase in WINDOWS}
-        return replace(found, key=key, values=found.values | (speed if self.gpu else {}))
+        values = found.values | (speed if self.gpu else {})
+        values = {name: value for name, value in values.items() if not name.startswith("scales/")}
+        values |= {f"{name}/noise": 0.0 for name in found.tokens}  # of two equal rolls
+        ranges = dict.fromkeys(VARIANTS[row].quantized_modules(LAYERS), AMAX)
+        return replace(found, key=key, values=values | values_from_ranges(ranges))
 
 
 def run_pytest(*arguments, environment=None, folder=ROOT):
@@ -134,6 +152,7 @@ class Options:
             "model": target.model,
             "tensorrt": target.flavour,
             "variants": "",
+            "summation_order": 0,
             "update_baselines": False,
         } | given
 
@@ -169,6 +188,10 @@ def pytest_load_initial_conftests():
     backend.backend_named = stages.backend_named
     checkpoint.checkpoint_from_source = stages.checkpoint_from_source
     plans.build_plan, runtime.load = stages.build_plan, stages.load
+    # Whatever state the working tree is in while its tests run.
+    commit = stubs.seeds.get("commit", COMMIT)
+    real = provenance.provenance
+    provenance.provenance = lambda *asked: replace(real(*asked), commit=commit)
     targets.gpu_at_hand = lambda: Gpu(**stubs.gpu) if stubs.gpu else None
     measurer.Measurer = lambda setup, workers: Interpreters(stages)
     # Modules that load torch or datasets are replaced whole.
@@ -179,7 +202,6 @@ def pytest_load_initial_conftests():
         "tests.gate.engines": {"EnginePipeline": lambda setup, load: Engines(stages)},
         "tests.gate.speed": {
             "CLOCK": Clock(),
-            "ROUNDS": 30,
             "Stopwatch": Stopwatch,
             "timing": lambda: TIMING,
         },
@@ -272,6 +294,14 @@ class Stages:
         return measured(variant.name, phase)
 
 
+def sampled_metrics(stored, factor):
+    """Return the stored KL a token of the sampled text times a factor; nothing else is stored."""
+    kl = stored.tokens["prefill/regression/sampled/kl_mean_nats"].astype(np.float64) * factor
+    text = np.arange(len(kl), dtype=np.int32) // WINDOWS["prefill"]
+    unscored, same = np.full(len(kl), np.nan), np.ones(len(kl), dtype=bool)
+    return TokenMetrics(kl, unscored, unscored, same, text, same)
+
+
 def token_metrics(stored, phase, factor):
     """Return the stored values a token, their KL times a factor."""
     values = {name: array.astype(np.float64) for name, array in stored.tokens.items()}
@@ -293,11 +323,17 @@ def measured(variant, phase, factor=1.0, changes=None):
     tokens, found = token_metrics(stored, phase, factor), {}
     for name, value in stored.values.items():
         where, _, metric = name.rpartition("/")
-        if where.startswith(f"{phase}/") and where.count("/") == 2:
+        is_text_set = where.count("/") == 2 and f"/{BASELINE_PREFIX}" not in name
+        if where.startswith(f"{phase}/") and is_text_set:
             row = found.setdefault(where.removeprefix(f"{phase}/"), {})
             row[metric] = value * factor if metric.startswith("kl_") else value
             row[metric] = (changes or {}).get(metric, row[metric])
-    found = {name: Metrics(values, tokens) for name, values in found.items()}
+    found = {
+        name: Metrics(
+            values, sampled_metrics(stored, factor) if name.startswith("sampled/") else tokens
+        )
+        for name, values in found.items()
+    }
     agreement = {"kl_mean_nats": stored.values["decode/agreement/kl_mean_nats"]}
     logits = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
     return Measurement(
@@ -329,12 +365,26 @@ class Interpreters:
 
     def calibrate(self, text, modules):
         """Return one range for all projections."""
-        amax = dict.fromkeys(modules, 8.0)
+        amax = dict.fromkeys(modules, AMAX * self.stages.seeds.get("ranges", 1.0))
         sha256 = self.stages.key["checkpoint_sha256"]
         return Scales(amax, "max", sha256, text.sha256, text.tokens, "0")
 
     def submit(self, variant, scales):
         """Queue nothing."""
+
+    def submit_second_roll(self, variant, scales):
+        """Queue nothing."""
+
+    def second_roll(self, variant, phase):
+        """Return the same again, or a KL that is another one in every other text."""
+        again = self.stages.measurement(variant, phase)
+        if self.stages.seeds.get(f"second roll/{variant.name}/{phase}") != "noisy":
+            return again
+        found = dict(again.metrics)
+        for name, each in found.items():
+            kl = each.tokens.kl_nats * (1 + each.tokens.text % 2)
+            found[name] = replace(each, tokens=replace(each.tokens, kl_nats=kl))
+        return replace(again, metrics=found)
 
 
 class Engines:
@@ -347,7 +397,7 @@ class Engines:
     def engine(self, variant, phase):
         """Return an engine that multiplies in FP8 what its row says."""
         loaded = SimpleNamespace(load_s=0.1, log=SimpleNamespace(lines=[]))
-        modules = variant.quantized_modules(6)
+        modules = variant.quantized_modules(LAYERS)
         return SimpleNamespace(loaded=loaded, fp8_modules=lambda: modules)
 
     def first_and_last_logits(self, variant, phase):
@@ -369,33 +419,41 @@ class Clock:
         """Return seconds."""
         return time.perf_counter()
 
+    def advance_by(self, rounds_us):
+        """Return what a benchmark calls for each round."""
+        return lambda: None
+
 
 class Stopwatch:
     """Stand in for the Stopwatch: rows are as much faster than fp16 as SPEEDUPS says."""
 
-    def __init__(self, engines):
-        pass
+    def __init__(self, engines, uuid):
+        self.record = {"measured_again": 0}
 
     def timed(self, variant, phase):
         """Return what is timed."""
         return variant
 
-    def noise(self, phase):
-        """Return the ratio of fp16 to itself."""
-        return speedup(1.0)
+    def against_floor(self, own, phase, is_settled):
+        """Return the row's ratio, and that of fp16 to itself."""
+        return comparison(SPEEDUPS[own.name]), comparison(1.0)
 
-    def against_floor(self, own, phase, rounds):
-        """Run the rounds; return the row's ratio."""
-        rounds(SimpleNamespace(round=lambda: None))
-        return speedup(SPEEDUPS[own.name])
+    def clock_frac(self, phase):
+        """Return how much of the time the clock counted."""
+        return 0.95
 
     def overhead(self, variant):
         """Return a step's time over its engine's."""
-        return speedup(1.01)
+        return comparison(1.01)
 
     def alternative(self, name, phase):
         """Return fp16's time over another's: all are slower, reading the weights is faster."""
-        return speedup(1.5 if name == "weights_read" else 0.5)
+        return comparison(1.5 if name == "weights_read" else 0.5)
+
+
+def comparison(ratio):
+    """Return a ratio that was measured while nothing disturbed the GPU."""
+    return SimpleNamespace(speedup=speedup(ratio), own_us=(100.0,) * 30, disturbances=())
 
 
 def speedup(ratio):

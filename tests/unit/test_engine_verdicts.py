@@ -6,11 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptneo_trt.data import PairedDifference, Speedup
-from gptneo_trt.engine_verdicts import NOISE_FRAC, judge_excess, judge_speedup
+from gptneo_trt.engine_verdicts import (
+    judge_disturbed,
+    judge_excess,
+    judge_speedup,
+    minimum_detectable_x,
+)
 from gptneo_trt.verdicts import is_green
 
 SPEED = ("fp8_recipe", "decode", "speedup_ratio")
 EXCESS = ("fp8_recipe", "decode", "excess/kl_mean_nats")
+NOISE = {"noise_frac": 0.005}
 number = st.floats(allow_nan=True, allow_infinity=True)
 
 
@@ -42,7 +48,7 @@ QUIET = speedup(1.0001, 0.0005)
 )
 def test_speedup_is_decided_by_the_bounds(ratio, half, verdict, words):
     """Slower needs the upper end, no slower the lower; both numbers and the rounds are stated."""
-    cell = judge_speedup(*SPEED, speedup(ratio, half), 1.10, 0.02, QUIET)
+    cell = judge_speedup(*SPEED, speedup(ratio, half), 1.10, 0.02, QUIET, **NOISE)
 
     assert cell.verdict == verdict
     assert cell.reason.startswith(words)
@@ -52,8 +58,8 @@ def test_speedup_is_decided_by_the_bounds(ratio, half, verdict, words):
 
 def test_speedup_limits_include_their_end():
     """A ratio of exactly what is acceptable passes, whatever its stored value."""
-    assert judge_speedup(*SPEED, speedup(0.75), 1.0, 0.25, QUIET).verdict == "passed"
-    assert judge_speedup(*SPEED, speedup(0.98), 0.98, 0.0, QUIET).verdict == "passed"
+    assert judge_speedup(*SPEED, speedup(0.75), 1.0, 0.25, QUIET, **NOISE).verdict == "passed"
+    assert judge_speedup(*SPEED, speedup(0.98), 0.98, 0.0, QUIET, **NOISE).verdict == "passed"
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.10, 1.50])
@@ -67,7 +73,7 @@ def test_speedup_limits_include_their_end():
 )
 def test_a_noisy_machine_decides_nothing(ratio, noise, words):
     """Where the same engine differs from itself, or was not timed so, no ratio is judged."""
-    cell = judge_speedup(*SPEED, speedup(ratio), 1.10, 0.02, noise)
+    cell = judge_speedup(*SPEED, speedup(ratio), 1.10, 0.02, noise, **NOISE)
 
     assert cell.verdict == "inconclusive"
     assert cell.reason.startswith(words)
@@ -75,12 +81,12 @@ def test_a_noisy_machine_decides_nothing(ratio, noise, words):
 
 
 @pytest.mark.parametrize(
-    "noise", [speedup(1.2, 0.3), speedup(1 + 0.9 * NOISE_FRAC, 1e-4), speedup(1.0)]
+    "noise", [speedup(1.2, 0.3), speedup(1 + 0.9 * NOISE["noise_frac"], 1e-4), speedup(1.0)]
 )
 def test_a_quiet_machine_judges(noise):
     """An A/A interval may contain 1, or exclude it by less than matters."""
-    assert judge_speedup(*SPEED, speedup(1.1), 1.1, 0.02, noise).verdict == "passed"
-    assert judge_speedup(*SPEED, speedup(0.9), 1.1, 0.02, noise).verdict == "failed"
+    assert judge_speedup(*SPEED, speedup(1.1), 1.1, 0.02, noise, **NOISE).verdict == "passed"
+    assert judge_speedup(*SPEED, speedup(0.9), 1.1, 0.02, noise, **NOISE).verdict == "failed"
 
 
 @pytest.mark.parametrize(
@@ -105,16 +111,31 @@ def test_a_quiet_machine_judges(noise):
 )
 def test_B01_speedup_never_passes_on_nan(obtained, stored, tolerance, noise, words):
     """A broken ratio, baseline, tolerance or A/A run fails and says which it was."""
-    cell = judge_speedup(*SPEED, obtained, stored, tolerance, noise)
+    cell = judge_speedup(*SPEED, obtained, stored, tolerance, noise, **NOISE)
 
     assert cell.verdict == "failed"
     assert cell.reason.startswith(words)
 
 
+def test_minimum_detectable_change_of_a_ratio_is_stated():
+    """(1.645 + 1.282) standard errors, one being the half width over 1.96; it decides nothing."""
+    half = 0.0196
+    detectable = minimum_detectable_x(speedup(1.1, half), 0.95, 0.9)
+
+    cell = judge_speedup(
+        *SPEED, speedup(1.1, half), 1.1, 0.05, QUIET, **NOISE, minimum_detectable=detectable
+    )
+
+    assert detectable == pytest.approx(0.01 * (1.6449 + 1.2816), rel=1e-4)
+    assert minimum_detectable_x(speedup(1.1), 0.95, 0.9) == 0
+    assert (cell.verdict, cell.minimum_detectable) == ("passed", detectable)
+    assert cell.reason.endswith("; minimum detectable effect 0.0293")
+
+
 def test_P03_speedup_that_was_not_timed_is_not_measured():
     """No ratio is "not measured", with and without an A/A run."""
     for noise in (QUIET, None):
-        cell = judge_speedup(*SPEED, None, 1.1, 0.02, noise)
+        cell = judge_speedup(*SPEED, None, 1.1, 0.02, noise, **NOISE)
 
         assert (cell.verdict, cell.obtained, cell.baseline) == ("not measured", None, 1.1)
         assert cell.reason == "not measured: no ratio to hold against 1.1"
@@ -146,6 +167,7 @@ def test_excess_is_small_or_within_its_interval(mean, half, verdict, words):
     assert cell.reason.startswith(words)
     assert "expected 0 +- 0.001 or bounds around 0; the recipe loses 0.01" in cell.reason
     assert cell.reason.endswith(f"minimum detectable effect {1.5 * half:.3g}")
+    assert cell.minimum_detectable == 1.5 * half
     assert (cell.obtained, cell.baseline) == (mean, None)
     assert cell.limit == "+- max(10 % of the recipe loss, 1e-06)"
 
@@ -203,7 +225,7 @@ def test_excess_without_one_of_its_sides_is_not_measured():
 @given(number, number, number, number, number)
 def test_no_speed_or_excess_passes_on_a_number_that_is_not_finite(mean, half, expected, frac, nats):
     """Passed implies finite numbers, and a ratio or excess that is within its own limit."""
-    speed = judge_speedup(*SPEED, speedup(mean, half), expected, frac, speedup(1.0, nats))
+    speed = judge_speedup(*SPEED, speedup(mean, half), expected, frac, speedup(1.0, nats), **NOISE)
     excess = judge_excess(*EXCESS, paired(mean, half), expected, frac, nats)
 
     if speed.verdict == "passed":
@@ -212,3 +234,62 @@ def test_no_speed_or_excess_passes_on_a_number_that_is_not_finite(mean, half, ex
     if excess.verdict == "passed":
         assert np.isfinite([mean, half, expected, frac, nats]).all()
         assert abs(mean) <= max(frac * expected, nats) or abs(mean) <= half
+
+
+def test_minimum_detectable_ratio_is_quantiles_times_the_standard_error():
+    """Half of a 95 % interval is 1.96 errors; 0.975 and 0.9 ask for 1.96 + 1.28 of them."""
+    found = minimum_detectable_x(speedup(1.1, 0.01), confidence=0.975, power=0.90)
+
+    assert found == pytest.approx((1.959964 + 1.281552) / 1.959964 * 0.01)
+    assert minimum_detectable_x(speedup(1.1), 0.975, 0.90) == 0
+
+
+@pytest.mark.parametrize("drop", [0.5, 1.0, 2.0])
+def test_a_drop_of_the_minimum_detectable_ratio_is_found_with_its_power(drop):
+    """At that drop beyond the tolerance 90 % of runs fail, at half of it fewer, at twice all."""
+    stored, tolerance_frac, half = 1.0, 0.05, 0.01
+    detectable = minimum_detectable_x(speedup(1.0, half), 0.975, 0.90)
+    truth = stored * (1 - tolerance_frac) - drop * detectable
+    obtained = np.random.default_rng(0).normal(truth, half / 1.959964, 2000)
+    cells = [
+        judge_speedup(*SPEED, speedup(each, half), stored, tolerance_frac, QUIET, **NOISE)
+        for each in obtained
+    ]
+    failed_frac = np.mean([cell.verdict == "failed" for cell in cells])
+
+    assert failed_frac == pytest.approx({0.5: 0.37, 1.0: 0.90, 2.0: 1.0}[drop], abs=0.03)
+
+
+def test_minimum_detectable_ratio_is_in_the_cell_and_its_reason():
+    """A reader sees which drop these rounds could have found."""
+    cell = judge_speedup(
+        *SPEED, speedup(1.1, 0.01), 1.1, 0.02, QUIET, **NOISE, minimum_detectable=0.0165
+    )
+
+    assert cell.minimum_detectable == 0.0165
+    assert cell.reason.endswith("; minimum detectable effect 0.0165")
+
+
+@pytest.mark.parametrize(
+    ("obtained", "otherwise"),
+    [(1.1, "passed: obtained 1.1"), (0.9, "failed: slower than"), (1.07, "too few rounds to deci")],
+)
+def test_a_disturbed_measurement_decides_nothing(obtained, otherwise):
+    """Neither passed nor failed: what happened is said, and what the verdict would have been."""
+    cell = judge_speedup(*SPEED, speedup(obtained, 0.01), 1.1, 0.02, QUIET, **NOISE)
+
+    disturbed = judge_disturbed(cell, ("throttled: software power cap", "another process"))
+
+    assert disturbed.verdict == "inconclusive"
+    words = "measured twice, disturbed: throttled: software power cap; another process; otherwise "
+    assert disturbed.reason.startswith(words + otherwise)
+    assert disturbed.obtained == cell.obtained
+
+
+def test_without_a_disturbance_a_cell_stays_as_it_is():
+    """So does a figure that was not measured, whatever happened to the GPU."""
+    passed = judge_speedup(*SPEED, speedup(1.1, 0.01), 1.1, 0.02, QUIET, **NOISE)
+    missing = judge_speedup(*SPEED, None, 1.1, 0.02, QUIET, **NOISE)
+
+    assert judge_disturbed(passed, ()) is passed
+    assert judge_disturbed(missing, ("throttled: software power cap",)) is missing

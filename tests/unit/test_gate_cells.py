@@ -30,6 +30,7 @@ MARKS = [
 KNOWN_BUILD = "Error Code 4: element types of two inputs differ: FP8 and Half"
 KNOWN_LOAD = "this version does not support this compute capability"
 BOTH = set(PHASES)
+SAMPLED = "regression/sampled/kl_mean_nats"
 
 
 @pytest.fixture
@@ -90,11 +91,14 @@ def xfails(owed):
         ("cpu", {"model": STUDY_CHECKPOINT}, ("fp16", "fp8", "fp8-out_proj")),
         ("h200", {"model": "/models/mine"}, tuple(VARIANTS)),
         ("h200", {"variants": "fp8, fp16"}, ("fp16", "fp8")),
-        ("h200", {"variants": "fp99,fp8"}, ("fp8", "fp99")),
+        ("h200", {"variants": "fp8"}, ("fp16", "fp8")),
+        ("cpu", {"variants": "fp8", "update_baselines": True}, ("fp8",)),
+        ("cpu", {"variants": "fp32"}, ("fp32",)),
+        ("h200", {"variants": "fp99,fp8"}, ("fp16", "fp8", "fp99")),
     ],
 )
 def test_rows_of_a_run(target, options, rows):
-    """Those of the target's model unless a model or rows are named; in the order of VARIANTS."""
+    """Those of the target's model unless some are named, fp16 beside any that quantizes."""
     assert tuple(selection.selected_names(Options(target, **options))) == rows
 
 
@@ -123,8 +127,31 @@ def test_a_row_on_the_interpreter_owes_no_cell_of_an_engine(run):
         **dict.fromkeys((f"regression/{name}" for name in test_quality.REGRESSIONS), BOTH),
         **{metric: {"prefill"} for metric in test_quality.NEXT_TOKEN},
         "agreement/kl_mean_nats": {"decode"},
+        "regression/activation_amax": {"both"},
+        SAMPLED: {"prefill"},
         "ship": {"both"},
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "owes"),
+    [("bundled", True), ("/models/mine", True), (STUDY_CHECKPOINT, False), ("random:x", False)],
+)
+def test_sampled_text_is_asked_for_where_there_is_some(run, model, owes):
+    """The study sampled nothing from its checkpoint, so no cell of a hub's model asks for it."""
+    owed = asked(run("cpu", model=model, variants="fp8"))
+
+    assert (("fp8", "prefill", SAMPLED) in owed) is owes
+    assert ("fp8", "decode", SAMPLED) not in owed
+
+
+def test_a_folder_with_an_at_sign_is_no_model_of_the_hub(run, tmp_path):
+    """As where the checkpoint is loaded: what is a folder is a folder."""
+    folder = tmp_path / "owner" / "name@1"
+    folder.mkdir(parents=True)
+
+    assert selection.text_source_of(run("cpu", model=str(folder))) == "bundled"
+    assert selection.text_source_of(run("cpu", model="owner/name@1")) == "study"
 
 
 @pytest.mark.parametrize(
@@ -211,14 +238,14 @@ def test_a_run_that_writes_baselines_owes_everything(run):
     """What was published for want of a machine is measured once there is one."""
     options = run("b200", "tensorrt-11.4.0.106", B200, update_baselines=True, variants="fp8")
 
-    assert len(regressions(asked(options), "fp8")) == 10
+    assert len(regressions(asked(options), "fp8")) == 11
 
 
 def test_a_row_without_a_baseline_owes_every_comparison(run):
     """B-04: missing is no reason to ask for less; the cells say "no baseline"."""
     options = run("b300", "tensorrt-11.9.0.1", B200, variants="fp8")
 
-    assert len(regressions(asked(options), "fp8")) == 10
+    assert len(regressions(asked(options), "fp8")) == 11
 
 
 def test_a_measured_baseline_owes_every_comparison(run, monkeypatch):
@@ -228,7 +255,7 @@ def test_a_measured_baseline_owes_every_comparison(run, monkeypatch):
     monkeypatch.setattr(cells.baselines, "read", lambda folder, name: baseline)
     options = run("h200", "tensorrt_rtx-1.6.0.0", H200, variants="fp8")
 
-    assert len(regressions(asked(options), "fp8")) == 10
+    assert len(regressions(asked(options), "fp8")) == 12
 
 
 # Rows only built

@@ -18,9 +18,10 @@ OTHER = np.full((1, 2, 3), 2, dtype=np.float32)
 MODULES = FP8.quantized_modules(2)
 
 
-def speedup(ratio):
+def comparison(ratio, disturbances=()):
     """Return a ratio known to a thousandth."""
-    return Speedup(ratio, ratio * 0.999, ratio * 1.001, 0.95, 100.0, 100.0 * ratio, 30, 10)
+    known = Speedup(ratio, ratio * 0.999, ratio * 1.001, 0.95, 100.0, 100.0 * ratio, 30, 10)
+    return SimpleNamespace(speedup=known, own_us=(100.0,) * 30, disturbances=disturbances)
 
 
 def measurement(kl_nats, non_finite=None):
@@ -37,7 +38,8 @@ def fixtures(**wrong):
     good = {
         "modules": MODULES, "last": SAME, "after": SAME, "engine_nats": 0.01, "non_finite": None,
         "direct_nats": 1e-5, "direct_top1": 1.0, "overhead": 1.0, "alternative": 0.5,
-        "speedup": 1.0, "noise": 1.0, "disabled": False,
+        "clock": 0.95,
+        "speedup": 1.0, "noise": 1.0, "disabled": False, "disturbed": (), "noise_disturbed": (),
     }  # fmt: skip
     is_ = SimpleNamespace(**good | wrong)
     loaded = SimpleNamespace(load_s=0.1, log=SimpleNamespace(lines=[]))
@@ -58,14 +60,19 @@ def fixtures(**wrong):
         "direct": lambda variant, phase: SimpleNamespace(values=direct),
         "stopwatch": SimpleNamespace(
             timed=lambda variant, phase: None,
-            noise=lambda phase: speedup(is_.noise),
-            against_floor=lambda own, phase, rounds: speedup(is_.speedup),
-            overhead=lambda variant: speedup(is_.overhead),
-            alternative=lambda name, phase: speedup(
-                1 if name == "weights_read" else is_.alternative
+            against_floor=lambda own, phase, is_settled: (
+                comparison(is_.speedup, is_.disturbed),
+                comparison(is_.noise, is_.noise_disturbed),
+            ),
+            clock_frac=lambda phase: is_.clock,
+            overhead=lambda variant: comparison(is_.overhead, is_.disturbed),
+            alternative=lambda name, phase: comparison(
+                1 if name == "weights_read" else is_.alternative, is_.disturbed
             ),
         ),
-        "benchmark": SimpleNamespace(disabled=is_.disabled, group="", extra_info={}),
+        "benchmark": SimpleNamespace(
+            disabled=is_.disabled, group="", extra_info={}, pedantic=lambda *_, **options: None
+        ),
         "stored": lambda variant: Baseline({}, {}, stored, {}),
     }  # fmt: skip
 
@@ -76,11 +83,13 @@ TESTS = {
     "forgets": test_engine.test_R02_an_earlier_text_leaves_nothing_behind,
     "excess": test_engine.test_engine_loses_what_its_recipe_loses,
     "direct": test_engine.test_engine_gives_what_its_network_gives,
+    "clock": test_speed.test_clock_counts_what_the_device_does,
     "overhead": test_speed.test_step_is_little_more_than_its_engine,
     "decode": test_speed.test_decode_against_what_a_user_would_run,
     "prefill": test_speed.test_prefill_against_what_a_user_would_run,
     "speed": test_speed.test_speed_against_fp16_is_the_stored_one,
 }
+THROTTLED = {"disturbed": ("throttled: x",)}
 # Name -> test, what is wrong, the verdict that some of its cells have, and what their reason says.
 FAULTS = {
     "a projection in fp16": ("fp8", {"modules": MODULES[1:]}, "failed", "missing: .*q_proj"),
@@ -96,10 +105,17 @@ FAULTS = {
     "an engine off its network": ("direct", {"direct_nats": 6e-5}, "failed", "at most 5e-05"),
     "other top tokens": ("direct", {"direct_top1": 0.99}, "failed", "expected at least 0.995"),
     "a slow step": ("overhead", {"overhead": 1.2}, "failed", "expected at most 1.15"),
+    "a clock of the launch": ("clock", {"clock": 0.05}, "failed", "expected at least 0.5"),
     "PyTorch is faster": ("decode", {"alternative": 1.1}, "failed", "expected at least 1"),
     "Hugging Face is faster": ("prefill", {"alternative": 1.1}, "failed", "expected at least 1"),
     "a slower row": ("speed", {"speedup": 0.9}, "failed", "slower than the baseline"),
     "a noisy machine": ("speed", {"noise": 1.02}, "inconclusive", "too noisy"),
+    "a throttled GPU": ("speed", THROTTLED, "inconclusive", "measured twice, disturbed: throttled"),
+    "a throttled A/A run": (
+        "speed", {"noise_disturbed": ("throttled: x",)}, "inconclusive", "disturbed: A/A: thrott",
+    ),
+    "a throttled step": ("overhead", THROTTLED, "inconclusive", "otherwise passed: obtained 1,"),
+    "a throttled alternative": ("decode", THROTTLED, "inconclusive", "otherwise passed: obtai"),
     "no benchmark": ("speed", {"disabled": True}, "not measured", "benchmarks are disabled"),
 }  # fmt: skip
 
@@ -107,7 +123,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", TESTS)
 def test_control_is_green(name):
     """Without a fault every cell of the test passes."""
-    variant = FP16 if name in ("direct", "overhead", "decode", "prefill") else FP8
+    variant = FP16 if name in ("direct", "clock", "overhead", "decode", "prefill") else FP8
     cells = judged([TESTS[name]], variant, **fixtures())
     assert cells.keys() == wanted_cells([TESTS[name]])
     assert {cell.verdict for cell in cells.values()} == {"passed"}
@@ -126,7 +142,7 @@ def test_fault_is_seen(fault):
 def test_a_clock_that_stops_too_early_is_seen():
     """An engine faster than reading its weights once is no engine."""
     given = fixtures()
-    given["stopwatch"].alternative = lambda name, phase: speedup(0.5)
+    given["stopwatch"].alternative = lambda name, phase: comparison(0.5)
     cells = judged([TESTS["decode"]], FP16, **given)
     cell = cells["decode", "alternative/weights_read_x"]
     assert (cell.verdict, cell.obtained) == ("failed", 2.0)

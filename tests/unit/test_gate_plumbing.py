@@ -46,6 +46,13 @@ IDS = {
     "test_quality.py::test_ship_decision_holds": ("both-ship",),
 }
 CELLS_OF_A_ROW = sum(len(ids) for ids in IDS.values())
+QUANTIZED_IDS = {  # of rows in FP8 alone
+    "test_build.py::test_calibrated_ranges_are_the_stored_ones": (
+        "both-regression/activation_amax",
+    ),
+}
+CELLS_OF_A_QUANTIZED_ROW = CELLS_OF_A_ROW + 1
+CELLS_OF_BOTH = CELLS_OF_A_ROW + CELLS_OF_A_QUANTIZED_ROW  # of ROWS_OF_A_RUN
 BUILD_CELLS_OF_A_ROW = 8
 
 
@@ -119,6 +126,12 @@ def test_two_targets_are_a_usage_error():
     assert "obtained targets b200, h200, expected one a run" in found.text
 
 
+def ids_of(row):
+    """Return a gate test -> what follows the row in its ids, in the order of the files."""
+    ids = IDS | (QUANTIZED_IDS if VARIANTS[row].quantized else {})
+    return dict(sorted(ids.items(), key=lambda item: item[0].partition("::")[0]))
+
+
 def collected(text):
     """Return the ids that ``--collect-only -q`` printed, without the folder."""
     return [
@@ -135,7 +148,7 @@ def test_collection_is_a_test_a_row_phase_and_metric(gate):
     expected = [
         f"{test}[{row}-{ending}]"
         for row in ROWS_OF_A_RUN
-        for test, endings in IDS.items()
+        for test, endings in ids_of(row).items()
         for ending in endings
     ]
     assert collected(found.text) == expected
@@ -180,7 +193,7 @@ def test_a_run_like_the_stored_one_is_green_and_writes_nothing(gate, tmp_path):
     found = gate("--variants", "fp16,fp8", f"--gate-report={tmp_path}", "tests/gate")
 
     assert found.status == 0, found.text
-    assert f"measured {2 * CELLS_OF_A_ROW} of {2 * CELLS_OF_A_ROW} cells\n" in found.text
+    assert f"measured {CELLS_OF_BOTH} of {CELLS_OF_BOTH} cells\n" in found.text
     assert outcome(found.text, "fp8", "test_ship_decision_holds", "both-ship") == "XFAIL"
     assert outcome(found.text, "fp16", "test_ship_decision_holds", "both-ship") is None
     assert re.search(r"^fp8 .*passed \(studied\)$", found.text, re.MULTILINE)
@@ -189,7 +202,7 @@ def test_a_run_like_the_stored_one_is_green_and_writes_nothing(gate, tmp_path):
     assert len(contents(found.root / "baselines")) == len(found.before) == 4
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["coverage"] == {
-        "measured": 2 * CELLS_OF_A_ROW, "expected": 2 * CELLS_OF_A_ROW, "missing": [],
+        "measured": CELLS_OF_BOTH, "expected": CELLS_OF_BOTH, "missing": [],
     }  # fmt: skip
     assert {cell["verdict"] for cell in results["cells"]} == {"passed"}
     assert {frozenset(cell) for cell in results["cells"]} == {frozenset(Cell.__annotations__)}
@@ -268,7 +281,7 @@ def test_what_ended_early_is_not_measured(seeded):
         for ending in endings
         if test.startswith("test_quality") and not ending.startswith("prefill-")
     ]
-    assert int(owed) == 5 * CELLS_OF_A_ROW
+    assert int(owed) == CELLS_OF_A_ROW + 4 * CELLS_OF_A_QUANTIZED_ROW
     assert int(owed) - int(measured) == 2 * len(needs_decode) + 1
     assert rest.startswith("fp8-c_fc/decode/build, fp8-k_proj/both/ship, fp8-k_proj/decode/agree")
     assert rest.endswith(f" and {2 * len(needs_decode) + 1 - 8} more")
@@ -297,6 +310,18 @@ def test_skipped_ship_test_of_a_studied_row_is_not_measured(seeded):
     assert cell["verdict"] == "not measured"
     assert cell["reason"] == "Skipped: no device"
     assert outcome(seeded.text, "fp8-k_proj", "test_ship_decision_holds", "both-ship") is None
+
+
+def test_comparison_that_did_not_pass_says_what_changed(gate):
+    """A calibration 16 times too large is seen by its ranges, and blamed for nothing else."""
+    found = gate("--variants", "fp8", "tests/gate/test_build.py", seeds={"ranges": 16.0})
+
+    assert found.status == pytest.ExitCode.TESTS_FAILED
+    line = line_of(found.text, "fp8/both/regression/activation_amax: failed: obtained 15, ")
+    assert "transformer.h.0.attn.attention.k_proj: obtained range 128, stored 8" in line
+    assert (
+        "; weights: the same; scales: not stored; network: not stored; TensorRT: the same" in line
+    )
 
 
 def test_test_that_judged_nothing_has_no_cell(seeded):
@@ -515,6 +540,64 @@ def test_updating_run_prints_what_it_wrote_and_what_it_refused(updated):
     assert "baseline fp8-q_proj: new (no baseline for cpu/" in updated.text
     refused = line_of(updated.text, "baseline fp8: not written: ")
     assert "fp8/prefill/kl_mean_nats: failed: obtained " in refused
+
+
+def test_updating_run_of_a_changed_tree_writes_nothing(gate):
+    """The commit in the provenance would not be what was measured."""
+    found = gate(
+        *("--update-baselines", "--variants", "fp16", "tests/gate"),
+        seeds={"commit": "4446f63-dirty"},
+    )
+
+    assert "fp16: not written: the working tree differs from commit 4446f63; commit first" in (
+        found.text
+    )
+    assert contents(found.folder) == found.before
+
+
+def test_updating_run_stores_the_noise_of_each_comparison(updated):
+    """Every metric that is judged token by token has the noise of a second roll beside it."""
+    new = baselines.read(updated.folder, "fp8-q_proj")
+    assert {f"{name}/noise" for name in new.tokens} <= new.values.keys()
+    assert "prefill/regression/sampled/kl_mean_nats" in new.tokens
+
+
+def test_updating_run_refuses_a_row_whose_noise_hides_its_tolerance(gate):
+    """A threshold that the texts cannot resolve is refused when it is written."""
+    seeds = {"second roll/fp8/prefill": "noisy"}
+
+    found = gate("--update-baselines", "--variants", "fp16,fp8", "tests/gate", seeds=seeds)
+
+    refused = line_of(found.text, "baseline fp8: not written: ")
+    for name in ("kl_mean_nats", "sampled/kl_mean_nats"):
+        expected = f"prefill/regression/{name}: the sample cannot resolve the tolerance: obtained "
+        assert expected in refused
+    assert contents(found.folder)["fp8.json"] == found.before["fp8.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--update-baselines", "--summation-order=1"], "--update-baselines: obtained --summat"),
+        (["--summation-order=-1"], "--summation-order: obtained -1, expected 0 or more"),
+    ],
+    ids=["update", "negative"],
+)
+def test_order_of_summation_that_cannot_be_used(gate, options, message):
+    """What is stored is the natural order; a number below 0 is none."""
+    found = gate("--variants", "fp16", *options)
+
+    assert found.status == pytest.ExitCode.USAGE_ERROR
+    assert message in found.text
+    assert contents(found.folder) == found.before
+
+
+def test_order_of_summation_is_part_of_the_command(gate, tmp_path):
+    """Whoever reads the results sees that they are not those of a plain run."""
+    for options, expected in (([], False), (["--summation-order=3"], True)):
+        gate("--variants", "fp16", f"--gate-report={tmp_path}", "tests/gate", *options)
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert ("--summation-order=3" in results["provenance"]["command"]) is expected
 
 
 def test_updating_run_skips_the_comparison(updated):

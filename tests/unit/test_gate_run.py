@@ -1,6 +1,6 @@
 """GateRun: which cells a run owes, what keeps it red, and what it may write as a baseline."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,18 +10,21 @@ from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import (
     Cell,
+    Interval,
     Measurement,
     Metrics,
     PairedDifference,
     Plan,
     Provenance,
     Speedup,
+    TextSet,
     TokenMetrics,
 )
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.scales import ranges_from_values
 from gptneo_trt.targets import TARGETS, Gpu
 from gptneo_trt.variants import VARIANTS
-from tests.gate.run import GateRun, baseline_key, regression_tokens, stored_baseline
+from tests.gate.run import UNSTORED, GateRun, baseline_key, regression_tokens, stored_baseline
 
 PROVENANCE = Provenance("cpu/made-up-1.0", "4446f63", "2026-01-02T03:04:05+00:00", "pytest")
 KL = "prefill/prose/bf16/kl_mean_nats"
@@ -214,6 +217,93 @@ def test_figures_of_engines_have_flat_names():
     }
 
 
+def sampled_texts(kl_nats):
+    """Return metrics of texts of 4 positions with a KL each, all scored."""
+    kl, text = np.repeat(kl_nats, 4), np.repeat(np.arange(len(kl_nats), dtype=np.int32), 4)
+    nll, same = np.ones(len(kl)), np.ones(len(kl), dtype=bool)
+    return Metrics({"kl_mean_nats": 1.0}, TokenMetrics(kl, nll, nll, same, text, same))
+
+
+def test_sampled_text_is_kept_apart():
+    """Its KL a token is stored under its own name; what else it gives is a value."""
+    measured = {"prose/float32": metrics(0.2, 3.0), "sampled/float32": sampled_texts([0.1, 0.3])}
+    run = GateRun()
+
+    run.add_measurement("fp8", "prefill", Measurement(None, measured))
+
+    assert sorted(run.tokens["fp8"]) == [
+        "prefill/regression/kl_mean_nats",
+        "prefill/regression/nll_mean_nats",
+        "prefill/regression/sampled/kl_mean_nats",
+        "prefill/regression/top1_disagreement_frac",
+    ]
+    found = run.tokens["fp8"]["prefill/regression/sampled/kl_mean_nats"]
+    np.testing.assert_array_equal(found, [0.1] * 4 + [0.3] * 4)
+    assert run.values["fp8"]["prefill/sampled/float32/kl_mean_nats"] == 1.0
+
+
+NOISE = "prefill/regression/sampled/kl_mean_nats"
+
+
+def rolled_twice(moved, *, is_bound=False):
+    """Return a run whose second roll of fp8 moved 24 sampled texts by this much, up or down."""
+    run, base = GateRun(), np.full(24, 1.0)
+    signs = np.where(np.arange(24) % 2, 1, -1)
+    first, second = (
+        Measurement(None, {"sampled/float32": sampled_texts(each)})
+        for each in (base, base + moved * signs)
+    )
+    run.add_noise("fp8", "prefill", first, second, is_bound=is_bound)
+    return run
+
+
+def test_noise_is_the_standard_error_of_the_paired_mean():
+    """24 texts that move by 0.01 up or down: 0.01 / sqrt(23), in the metric's unit."""
+    run = rolled_twice(0.01)
+
+    assert run.values["fp8"] == {f"{NOISE}/noise": pytest.approx(0.01 / 23**0.5)}
+    assert run.unresolved == {}
+
+
+def test_noise_that_hides_the_tolerance_is_refused():
+    """Texts that move by as much as the stored mean resolve no tolerance; the noise is kept."""
+    run = rolled_twice(1.0)
+
+    assert list(run.unresolved["fp8"]) == [NOISE]
+    assert run.unresolved["fp8"][NOISE].startswith(f"{NOISE}: the sample cannot resolve the tol")
+    assert run.values["fp8"] == {f"{NOISE}/noise": pytest.approx(1 / 23**0.5)}
+
+
+def test_noise_that_is_an_upper_bound_refuses_nothing():
+    """An engine next to its network: two engines of one plan differ by less."""
+    run = rolled_twice(1.0, is_bound=True)
+
+    assert run.unresolved == {}
+    assert f"{NOISE}/noise" in run.values["fp8"]
+
+
+def test_second_roll_that_is_not_finite_is_refused():
+    """There is no noise to store, so there is no row to store."""
+    run = GateRun()
+    first = Measurement(None, {"sampled/float32": sampled_texts([0.1, 0.3])})
+
+    run.add_noise("fp8", "prefill", first, Measurement("logits[0] = nan", {}), is_bound=False)
+
+    assert run.unresolved["fp8"] == {NOISE: f"{NOISE}: no noise: second roll: logits[0] = nan"}
+
+
+def test_ratio_to_the_floor_is_kept_and_not_stored():
+    """It is of two rows: a new baseline of one would leave the other's behind."""
+    run = GateRun()
+
+    run.add_floor_ratio("fp8", "decode", Interval(35.0, 34.0, 36.5, 0.95))
+
+    name = "decode/prose/bf16/floor_ratio"
+    values = {f"{name}_x": 35.0, f"{name}_lower_x": 34.0, f"{name}_upper_x": 36.5}
+    assert run.values == {"fp8": values}
+    assert all(each.endswith(UNSTORED) for each in values)
+
+
 def speedup(ratio, latency_us):
     """Return a ratio with an interval of a tenth on both sides, against 99 us."""
     lower, upper = round(ratio - 0.1, 3), round(ratio + 0.1, 3)
@@ -290,6 +380,51 @@ def test_stored_run_of_another_key_is_refused_with_both_sides(run, folder):
         stored_baseline(run, VARIANTS["fp8"])
 
 
+TEXT = TextSet("prose", "a", (np.arange(4, dtype=np.int32),), "every", "aa", "\n", "bb", 256)
+# What a run may differ in -> the name of it in the key, and the run that differs.
+OTHER_RUNS = {
+    "checkpoint": ("checkpoint_sha256", {"checkpoint": {"sha256": "bad"}}),
+    "text": ("texts/prose/sha256", {"text": {"sha256": "other"}}),
+    "token ids": ("texts/prose/token_ids_sha256", {"text": {"token_ids": (np.zeros(4, "i4"),)}}),
+    "tokenizer": ("texts/prose/tokenizer_sha256", {"text": {"tokenizer_sha256": "other"}}),
+    "window": ("texts/prose/window", {"text": {"window": 128}}),
+    "flavour": ("flavour", {"backend": {"flavour": "tensorrt"}}),
+    "version": ("version", {"backend": {"version": "1.6.1.121"}}),
+    "GPU": ("gpu", {"gpu": {"name": "NVIDIA H20"}}),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+@pytest.mark.parametrize(("name", "other"), OTHER_RUNS.values(), ids=OTHER_RUNS)
+def test_run_that_differs_is_refused_by_name(run, folder, t0, target, name, other):
+    """Checkpoint, text, tokenizer, window, flavour, version, GPU: both sides, and nothing else."""
+
+    def key(changes):
+        backend = replace(Backend("tensorrt_rtx", "1.6.1.120", None), **changes.get("backend", {}))
+        gpu = replace(Gpu("NVIDIA H200", "9.0", "580.1", "", 140.0), **changes.get("gpu", {}))
+        checkpoint = replace(t0, **changes.get("checkpoint", {}))
+        texts = {"prose": replace(TEXT, **changes.get("text", {}))}
+        on_gpu = target != "cpu" or "gpu" in changes
+        return baseline_key(TARGETS[target], backend, gpu if on_gpu else None, checkpoint, texts)
+
+    baselines.write(folder, "fp8", Baseline(key(other), {}, {KL: 7e-3}, {}))
+    run.key = key({})
+
+    line = rf"{name}: stored [^;,]+, current [^;,]+"
+    with pytest.raises(BaselineError, match=f"^baseline of fp8 is of something else: {line}; comp"):
+        stored_baseline(run, VARIANTS["fp8"])
+
+
+def test_baseline_from_before_there_were_hashes_is_read(run, folder):
+    """Its figures are compared; what it lacks, only who needs it misses."""
+    baselines.write(folder, "fp8", Baseline(run.key, {"commit": "4446f63"}, {KL: 7e-3}, {}))
+
+    found = stored_baseline(run, VARIANTS["fp8"])
+
+    assert ranges_from_values(found.values) == {}
+    assert "hashes" not in found.provenance
+
+
 def test_stored_run_of_this_key_is_returned(run, folder):
     """Whole, with the values that are compared."""
     baselines.write(folder, "fp8", Baseline(run.key, {}, {KL: 7e-3}, {}))
@@ -324,6 +459,75 @@ def test_update_writes_rows_whose_other_cells_passed(run, folder):
     assert stored.key == run.key
     assert stored.provenance["commit"] == "4446f63"
     np.testing.assert_array_equal(stored.tokens[STORED_KL], np.full(4, 0.1, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("commit", "reason"),
+    [
+        ("4446f63-dirty", "the working tree differs from commit 4446f63; commit first"),
+        ("unknown", "the commit is unknown; run from a git clone"),
+    ],
+)
+def test_update_writes_nothing_from_what_is_in_no_commit(run, folder, commit, reason):
+    """Whoever doubts a figure must be able to check out what gave it."""
+    run.cells = [cell("fp16"), cell("fp8")]
+    run.provenance = replace(PROVENANCE, commit=commit)
+
+    lines = run.update_baselines()
+
+    assert lines == [f"fp16: not written: {reason}", f"fp8: not written: {reason}"]
+    assert stored_files(folder) == {}
+
+
+@pytest.mark.parametrize("verdict", ["failed", "inconclusive", "not measured"])
+def test_update_writes_no_row_of_a_run_whose_floor_did_not_pass(run, folder, verdict):
+    """What every row shares is suspect then; the line names the cell of fp16."""
+    run.cells = [cell("fp16", verdict=verdict), cell("fp8")]
+
+    lines = run.update_baselines()
+
+    reason = f"fp16/prefill/{LIMIT}: {verdict}: made up: {verdict}"
+    assert lines == [f"fp16: not written: {reason}", f"fp8: not written: {reason}"]
+    assert stored_files(folder) == {}
+
+
+def test_update_does_not_ask_for_the_comparisons_of_the_floor(run, folder):
+    """They are being written too."""
+    run.cells = [cell("fp16"), cell("fp16", REGRESSION, "failed"), cell("fp8")]
+
+    run.update_baselines()
+
+    assert baselines.names(folder) == {"fp16", "fp8"}
+
+
+def test_update_stores_what_the_row_was_built_from(run, folder):
+    """Hashes of ranges, network and plan in the provenance, each range among the values."""
+    run.cells = [cell("fp16"), cell("fp8")]
+    run.add_plan("fp8", "decode", Plan("plan", 8.75, 4.0, True, (), sha256="ab"))
+    run.add_hash("fp8", "decode/network", "cd")
+    run.add_ranges("fp8", {"transformer.h.0.mlp.c_fc": 3.0})
+
+    run.update_baselines()
+
+    stored = baselines.read(folder, "fp8")
+    assert stored.provenance["hashes"] == {"decode/plan": "ab", "decode/network": "cd"}
+    assert stored.values["scales/transformer.h.0.mlp.c_fc/amax"] == 3.0
+    assert "hashes" not in baselines.read(folder, "fp16").provenance
+
+
+def test_update_asks_for_the_ranges_that_a_later_run_compares(run, folder):
+    """A comparison of ranges needs ranges; any of them is enough, they come together."""
+    key = ("fp8", "both", "regression/activation_amax")
+    run.expected.add(key)
+    run.cells = [cell("fp16"), cell("fp8")]
+    assert run.update_baselines()[1] == (
+        f"fp8: not written: {'/'.join(key)}: not measured: no figure to store"
+    )
+
+    run.add_ranges("fp8", {"transformer.h.0.mlp.c_fc": 3.0})
+    run.update_baselines()
+
+    assert baselines.names(folder) == {"fp16", "fp8"}
 
 
 def test_update_stores_what_was_timed(run, folder):
@@ -378,6 +582,19 @@ def test_update_refuses_a_row_that_did_not_pass_and_says_why(run, folder, verdic
     assert sorted(stored_files(folder)) == ["fp16.json", "fp16.tokens.npz"]
 
 
+def test_update_refuses_a_row_whose_noise_hides_its_tolerance(run, folder):
+    """Refused when it is written, not when it fails; the other row is written."""
+    run.cells = [cell("fp16"), cell("fp8")]
+    run.unresolved = rolled_twice(1.0).unresolved
+
+    lines = run.update_baselines()
+
+    assert lines[1].startswith(
+        f"fp8: not written: {NOISE}: the sample cannot resolve the tolerance"
+    )
+    assert baselines.names(folder) == {"fp16"}
+
+
 def test_update_refuses_a_row_with_a_cell_that_nobody_gave(run, folder):
     """A test that never ran is as bad as one that failed."""
     run.cells = [cell("fp16")]
@@ -406,13 +623,13 @@ def test_update_keeps_every_other_row(run, folder):
     run.update_baselines()
     baselines.write(folder, "fp32", baselines.read(folder, "fp16"))
     before = stored_files(folder)
-    run.cells = [cell("fp16", verdict="failed"), cell("fp8")]
+    run.cells = [cell("fp16"), cell("fp8", verdict="failed")]
     run.values["fp16"], run.values["fp8"] = {KL: 1.0}, {KL: 8e-3}
 
     run.update_baselines()
 
     changed = {name for name, content in stored_files(folder).items() if content != before[name]}
-    assert changed == {"fp8.json"}
+    assert changed == {"fp16.json"}
 
 
 def test_update_replaces_a_corrupt_file_and_says_so(run, folder):
@@ -494,9 +711,7 @@ def test_report_has_exactly_these_members(run, t0):
     assert found["target"] == "cpu/made-up-1.0"
     assert found["model"]["sha256"] == t0.sha256
     assert found["provenance"]["commit"] == "4446f63"
-    assert [list(each) for each in found["cells"]] == 3 * [
-        ["variant", "phase", "metric", "obtained", "limit", "baseline", "verdict", "reason"]
-    ]
+    assert [list(each) for each in found["cells"]] == 3 * [[field.name for field in fields(Cell)]]
     assert found["coverage"] == {
         "measured": 2,
         "expected": 4,

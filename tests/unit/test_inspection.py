@@ -1,18 +1,22 @@
 """Inspection: what is quantized is read back from the network, and a wrong network is seen."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny import fixed_scales, tiny_checkpoint
 
-from gptneo_trt import layers
+from gptneo_trt import inspection, layers
 from gptneo_trt import network as network_module
 from gptneo_trt.errors import BuildError
-from gptneo_trt.inspection import quantization_of
+from gptneo_trt.inspection import fingerprint, quantization_of
 from gptneo_trt.network import PHASES, activation_scales, build_network
 from gptneo_trt.variants import PROJECTIONS, VARIANTS
 
+ROOT = Path(__file__).parents[2]
 LAYERS = 3  # one more than both edges, so that every row quantizes something
 
 
@@ -125,3 +129,114 @@ def test_a_dequantize_with_another_scale_is_seen(backend, t0, monkeypatch):
     network = build_network(backend, t0, VARIANTS["fp8-c_fc"], fixed_scales(t0), "decode", 16)
     with pytest.raises(BuildError, match=r"mlp.c_fc: .* does not read an FP8 Quantize of its own"):
         quantization_of(network)
+
+
+# Fingerprint
+
+
+@pytest.fixture
+def printed(backend, t0):
+    """Return a function that builds a row of T0 with changes and returns its fingerprint."""
+
+    def fingerprint_of(row=VARIANTS["fp8"], phase="decode", checkpoint=t0, amax=8.0, context=16):
+        scales = fixed_scales(checkpoint, amax)
+        return fingerprint(build_network(backend, checkpoint, row, scales, phase, context))
+
+    return fingerprint_of
+
+
+def with_shape(checkpoint, **changes):
+    """Return the same weights under another architecture."""
+    return replace(checkpoint, architecture=replace(checkpoint.architecture, **changes))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_fingerprint_knows_the_graph_and_neither_weights_nor_scales(printed, t0, phase):
+    """Built again, of other weights or other scales, it is the same network."""
+    expected = printed(phase=phase)
+
+    assert printed(phase=phase) == expected
+    assert printed(phase=phase, checkpoint=tiny_checkpoint(t0.architecture, seed=7)) == expected
+    assert printed(phase=phase, amax=3.0) == expected
+    assert printed(VARIANTS["fp8-scales-x2"], phase=phase) == expected
+
+
+def test_fingerprint_of_another_graph_differs(printed, t0):
+    """A window, an activation, an epsilon, a quantized projection, a cast, a type, a length."""
+    found = {
+        "as it is": printed(),
+        "prefill": printed(phase="prefill"),
+        "window": printed(checkpoint=with_shape(t0, window_size=3)),
+        "activation": printed(checkpoint=with_shape(t0, activation="gelu")),
+        "epsilon": printed(checkpoint=with_shape(t0, layer_norm_epsilon=1e-6)),
+        "attention": printed(checkpoint=with_shape(t0, attention_layers=("global", "global"))),
+        "one projection more": printed(VARIANTS["fp8-all"]),
+        "one projection fewer": printed(VARIANTS["fp8-no-k_proj"]),
+        "cast": printed(VARIANTS["fp8-dequantize-fp32"]),
+        "fp16": printed(VARIANTS["fp16"]),
+        "fp32": printed(VARIANTS["fp32"]),
+        "context": printed(context=15),
+    }
+
+    assert len(set(found.values())) == len(found)
+
+
+def test_fingerprint_sees_how_layers_are_wired(printed, monkeypatch):
+    """K and V swapped have the same layers, types and shapes."""
+    expected, real = printed(), layers.add_attention
+
+    def swapped(graph, name, tensors, mask):
+        query, key, value = tensors
+        return real(graph, name, (query, value, key), mask)
+
+    monkeypatch.setattr(layers, "add_attention", swapped)
+
+    assert printed() != expected
+
+
+def test_fingerprint_is_the_same_in_another_process(printed):
+    """Nothing of this process is in it: no address, no order of a set, no time."""
+    script = (
+        "import sys; sys.path.insert(0, 'tests/unit')\n"
+        "from tiny import fixed_scales, tiny_checkpoint\n"
+        "from gptneo_trt.backend import backend_named\n"
+        "from gptneo_trt.inspection import fingerprint\n"
+        "from gptneo_trt.network import build_network\n"
+        "from gptneo_trt.variants import VARIANTS\n"
+        "t0 = tiny_checkpoint()\n"
+        "parts = (backend_named('tensorrt_rtx'), t0, VARIANTS['fp8'], fixed_scales(t0))\n"
+        "print(fingerprint(build_network(*parts, 'decode', 16)))\n"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert run.stdout.split() == [printed()]
+
+
+def test_network_can_be_read_after_its_fingerprint(backend, t0):
+    """A layer that was described is left as it was: its type is the layer's, not the activation's.
+
+    An IActivationLayer has a type of its own, which hides the layer's.
+    """
+    network = build_network(backend, t0, VARIANTS["fp8"], fixed_scales(t0), "decode", 16)
+    kept = [network.definition.get_layer(i) for i in range(network.definition.num_layers)]
+    before = [layer.type.name for layer in kept]
+
+    fingerprint(network)
+
+    assert [layer.type.name for layer in kept] == before
+    assert len(quantization_of(network).modules) == 10
+
+
+def test_what_cannot_be_described_is_an_error(backend, t0, monkeypatch):
+    """A network is never called the same for want of a reader."""
+    network = build_network(backend, t0, VARIANTS["fp16"], None, "decode", 16)
+    monkeypatch.setattr(inspection, "_classes", lambda trt: {})
+    with pytest.raises(BuildError, match=r"layer .*: type \w+ has no class of its own; add it"):
+        fingerprint(network)
+    monkeypatch.undo()
+    monkeypatch.setattr(inspection, "_property_names", lambda kind: ("get_input",))
+    with pytest.raises(BuildError, match=r"get_input: a \w+ cannot be described; add it here"):
+        fingerprint(network)

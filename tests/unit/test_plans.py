@@ -71,7 +71,7 @@ def test_plan_is_built_once(built):
 def test_plan_is_what_tensorrt_reads(backend, built):
     """The file is a serialized engine, and its side-car says of which version and what bytes."""
     record = json.loads(built.plan.path.with_suffix(".json").read_text())
-    assert record["sha256"] == hashlib.sha256(built.bytes).hexdigest()
+    assert record["sha256"] == hashlib.sha256(built.bytes).hexdigest() == built.plan.sha256
     assert (record["flavour"], record["version"]) == (backend.flavour, backend.version)
     assert (record["bytes"], record["plan"]) == (len(built.bytes), built.plan.path.name)
     assert built.plan.path.name == f"{plan_key(built.request)}.plan"

@@ -40,7 +40,7 @@ def test_every_field_is_filled():
 
     assert found.target == "cpu/made-up-1.0"
     assert found.command == "pytest -m cpu"
-    assert all(asdict(found).values())
+    assert all(value for name, value in asdict(found).items() if name != "gpu")
 
 
 def test_date_is_now_in_utc():
@@ -80,6 +80,16 @@ def test_commit_of_a_changed_tree_is_dirty(git, staged):
     (provenances.ROOT / "file").write_text("two")
     if staged:
         git("add", "file")
+
+    assert provenance("", []).commit == git("rev-parse", "HEAD") + "-dirty"
+
+
+@pytest.mark.parametrize("name", ["conftest.py", "gptneo_trt/new.py", "tests/gate/new.py"])
+def test_commit_that_lacks_a_source_file_is_dirty(git, name):
+    """Whoever checks it out has not what ran."""
+    path = provenances.ROOT / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("forgotten")
 
     assert provenance("", []).commit == git("rev-parse", "HEAD") + "-dirty"
 
@@ -126,3 +136,16 @@ def test_machine_names_the_gpu_that_ran_the_engines():
 
     assert found == f"NVIDIA H200 (compute capability 9.0), driver 580.1; {processor}"
     assert "driver" not in processor
+
+
+def test_gpu_has_its_driver_clocks_and_power_limit():
+    """A time depends on them; the UUID of one card is not kept, and no GPU is nothing."""
+    told = {"sm_largest_clock_mhz": 1980, "power_limit_w": None}
+    gpu = Gpu("NVIDIA H200", "9.0", "580.1", "GPU-made-up", 140.0, told)
+
+    assert provenance("", [], gpu).gpu == told | {
+        "name": "NVIDIA H200",
+        "compute_capability": "9.0",
+        "driver": "580.1",
+    }
+    assert provenance("", []).gpu == {}

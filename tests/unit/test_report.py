@@ -1,9 +1,10 @@
 """The report: the tables' lines, the coverage line, and the exact shape of results.json."""
 
 import json
+import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from gptneo_trt import report
 from gptneo_trt.data import Cell, Provenance
+from gptneo_trt.verdicts import UPDATE_IT
 
 PROVENANCE = Provenance("cpu/made-up-1.0", "4446f63", "2026-01-02T03:04:05+00:00", "pytest -m cpu")
 FP16 = {
@@ -18,6 +20,9 @@ FP16 = {
     "decode/prose/bf16/kl_mean_nats": 3e-4,
     "prefill/prose/bf16/kl_p99_nats": 0.0012,
     "prefill/prose/bf16/top1_frac": 0.98,
+    "prefill/prose/bf16/top1_stderr_frac": 0.00251,
+    "prefill/prose/bf16/floor_ratio_lower_x": 1.0,
+    "prefill/prose/bf16/floor_ratio_upper_x": 1.0,
     "prefill/prose/bf16/perplexity": 58.4567,
     "prefill/plan_mib": 313.6,
     "decode/plan_mib": 313.62,
@@ -67,13 +72,14 @@ def cell(variant, verdict, metric="kl_mean_nats", phase="prefill", obtained=0.1)
     return Cell(variant, phase, metric, obtained, "at most 1", None, verdict, "made up")
 
 
+def regression(variant, detectable, baseline, phase="prefill", metric="regression/kl_mean_nats"):
+    """Return a passed comparison with the stored run."""
+    return Cell(variant, phase, metric, baseline, "", baseline, "passed", "", detectable)
+
+
 def columns(line):
-    """Return the columns of a line of the table, by the widths of the headings."""
-    found = {}
-    for name, width in report.HEADINGS:
-        found[name] = (line[:width] if width else line).strip()
-        line = line[width:] if width else ""
-    return found
+    """Return heading -> column of a line of the table: two spaces are between columns."""
+    return dict(zip(report.HEADINGS, re.split("  +", line), strict=True))
 
 
 # The table
@@ -84,7 +90,7 @@ def test_table_has_a_line_a_row_in_the_given_order():
     lines = report.table({"fp8": FP8, "fp16": FP16}, [], FP16, {})
 
     assert [line.split()[0] for line in lines] == ["variant", "fp8", "fp16"]
-    assert columns(lines[0]) == {name: name for name, _ in report.HEADINGS}
+    assert columns(lines[0]) == {name: name for name in report.HEADINGS}
 
 
 def test_table_shows_every_figure_of_a_row():
@@ -97,9 +103,10 @@ def test_table_shows_every_figure_of_a_row():
         "variant": "fp16",
         "KL mean": "0.0002 / 0.0003",
         "KL p99": "0.0012",
-        "x floor": "1.0",
-        "top-1": "0.9800",
+        "x floor": "1.0+-0.0",
+        "top-1": "0.9800+-0.0025",
         "perplexity": "58.46",
+        "detects %": "- / - / -",
         "plan MiB": "313.60 / 313.62",
         "build s": "12.3 / 5.0",
         "verdict": "passed (shipped)",
@@ -110,9 +117,9 @@ def test_table_shows_a_dash_for_what_was_not_measured():
     """A missing figure is never a 0, and a row without a cell is not passed."""
     line = report.table({"fp8": {}}, [], {}, {})[1]
 
-    expected = {name: "-" for name, _ in report.HEADINGS} | {
+    expected = dict.fromkeys(report.HEADINGS, "-") | {
         "variant": "fp8", "verdict": "not measured", "KL mean": "- / -", "plan MiB": "- / -",
-        "build s": "- / -",
+        "build s": "- / -", "detects %": "- / - / -",
     }  # fmt: skip
     assert columns(line) == expected
 
@@ -127,6 +134,49 @@ def test_ratio_to_the_floor(floor, ratio):
     line = report.table({"fp8": FP8}, [], floor, {})[1]
 
     assert columns(line)["x floor"] == ratio
+
+
+def test_ratio_to_the_floor_has_its_interval_where_there_is_one():
+    """To the further of the two bounds that the ship decision was judged by."""
+    bounds = {"floor_ratio_lower_x": 35.5, "floor_ratio_upper_x": 39.0}
+    row = FP8 | {f"prefill/prose/bf16/{name}": value for name, value in bounds.items()}
+
+    assert columns(report.table({"fp8": row}, [], FP16, {})[1])["x floor"] == "37.0+-2.0"
+
+
+def test_table_shows_what_the_comparison_of_the_kl_would_find():
+    """In per cent of the stored KL: prefill, decode, sampled text; of the row's own cells."""
+    cells = [
+        regression("fp8", 0.00035, 0.007),
+        regression("fp8", 0.0007, 0.0066, phase="decode"),
+        regression("fp8", 0.0001, 0.004, metric="regression/sampled/kl_mean_nats"),
+        regression("fp16", 1.0, 1.0),
+        regression("fp8", 0.5, 1.0, metric="regression/nll_mean_nats"),
+    ]
+
+    line = report.table({"fp8": FP8}, cells, FP16, {})[1]
+
+    assert columns(line)["detects %"] == "5.0 / 10.6 / 2.5"
+
+
+@pytest.mark.parametrize(("detectable", "baseline"), [(None, 0.007), (0.001, None), (0.001, 0.0)])
+def test_there_is_no_detectable_share_without_both_figures(detectable, baseline):
+    """Nothing is divided by a stored KL that is missing or 0."""
+    cells = [regression("fp8", detectable, baseline)]
+
+    assert columns(report.table({"fp8": FP8}, cells, FP16, {})[1])["detects %"] == "- / - / -"
+
+
+@pytest.mark.parametrize("direction", ["better", "faster"])
+def test_what_became_better_is_listed(direction):
+    """A passed cell whose verdict asks to update its baseline, by name and with its reason."""
+    told = f"{direction} {UPDATE_IT}: changed by much"
+    better = Cell("fp8", "decode", "regression/kl", 0.00512345, "", 0.007, "passed", told)
+    cells = [cell("fp16", "passed"), better, replace(better, verdict="inconclusive")]
+
+    assert report.improvements(cells) == [
+        f"fp8/decode/regression/kl: {direction} than the baseline: update it: changed by much"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +207,7 @@ def test_legend_explains_every_heading_that_is_not_a_word():
     """A reader finds the unit and the phase of each figure below the table."""
     for heading in ("KL", "p99", "x floor", "top-1", "perplexity", "plan MiB", "build s", "nats"):
         assert heading in report.LEGEND
+    assert "detects: minimum detectable effect" in report.LEGEND
 
 
 # Engines on a GPU
@@ -367,7 +418,7 @@ def results(t0):
 
 
 def test_results_have_exactly_this_shape(results, t0):
-    """Members, the eight keys of a cell, and coverage; readers may rely on schema 1."""
+    """Members, the nine keys of a cell, and coverage; readers may rely on schema 1."""
     assert results == {
         "schema": 1,
         "target": "cpu/made-up-1.0",
@@ -386,6 +437,7 @@ def test_results_have_exactly_this_shape(results, t0):
             "command": "pytest -m cpu",
             "versions": {},
             "machine": "",
+            "gpu": {},
         },
         "cells": [
             {
@@ -397,6 +449,7 @@ def test_results_have_exactly_this_shape(results, t0):
                 "baseline": None,
                 "verdict": "passed",
                 "reason": "made up",
+                "minimum_detectable": None,
             }
         ],
         "coverage": {"measured": 1, "expected": 2, "missing": ["fp8/prefill/kl_mean_nats"]},

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from gptneo_trt.data import Scales
 from gptneo_trt.errors import CalibrationError
-from gptneo_trt.scales import read_scales, scales_path, write_scales
+from gptneo_trt.scales import (
+    ranges_from_values,
+    ranges_sha256,
+    read_scales,
+    scales_path,
+    values_from_ranges,
+    write_scales,
+)
 
 MODULES = ("transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc")
 SAMPLE = Scales(
@@ -241,3 +248,27 @@ def test_another_modelopt_is_another_file(tmp_path, monkeypatch):
     assert before == scales_path(tmp_path, CHECKPOINT, text)
     monkeypatch.setattr("gptneo_trt.scales.metadata.version", lambda name: "0.99")
     assert scales_path(tmp_path, CHECKPOINT, text) != before
+
+
+# Ranges in a baseline
+
+
+def test_hash_of_ranges_is_of_every_bit_and_of_no_order():
+    """The smallest change of one range, or another module, is another hash."""
+    ranges = {"transformer.h.0.mlp.c_fc": 1.5, "transformer.h.0.mlp.c_proj": 3.0}
+    nudged = ranges | {"transformer.h.0.mlp.c_fc": float(np.nextafter(np.float32(1.5), 2))}
+
+    found = ranges_sha256(ranges)
+
+    assert found == ranges_sha256(dict(reversed(ranges.items())))
+    assert len({found, ranges_sha256(nudged), ranges_sha256({}), ranges_sha256({"a": 1.5})}) == 4
+
+
+def test_ranges_are_read_back_from_the_values_of_a_baseline():
+    """Other values are not ranges; a baseline from before there were any has none."""
+    ranges = {"transformer.h.0.mlp.c_fc": 1.5}
+    values = {"prefill/plan_mib": 9.0, **values_from_ranges(ranges)}
+
+    assert values["scales/transformer.h.0.mlp.c_fc/amax"] == 1.5
+    assert ranges_from_values(values) == ranges
+    assert ranges_from_values({"prefill/plan_mib": 9.0}) == {}

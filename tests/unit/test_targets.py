@@ -21,7 +21,10 @@ from gptneo_trt.targets import (
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 H200 = Gpu("NVIDIA H200", "9.0", "580.95.05", f"GPU-{UUID}", 140.5)
-NVML_ERRORS = ("LibraryNotFound", "DriverNotLoaded", "NotFound", "Unknown")
+NVML_ERRORS = (
+    "LibraryNotFound", "DriverNotLoaded", "NotFound", "Unknown",
+    "NotSupported", "FunctionNotFound", "NoPermission",
+)  # fmt: skip
 # Device name -> the targets that it is.
 DEVICES = {
     "NVIDIA H200": {"h200"},
@@ -119,6 +122,10 @@ def nvml(monkeypatch):
     stub.nvmlSystemGetDriverVersion = lambda: H200.driver
     memory = SimpleNamespace(total=int(H200.memory_gib * 2**30))
     stub.nvmlDeviceGetMemoryInfo = {"handle": memory}.__getitem__
+    stub.NVML_CLOCK_SM, stub.NVML_CLOCK_MEM = 1, 2
+    stub.nvmlDeviceGetMaxClockInfo = lambda handle, clock: {1: 1980, 2: 3201}[clock]
+    stub.nvmlDeviceGetApplicationsClock = failing(stub.NVMLError_NotSupported("Not Supported"))
+    stub.nvmlDeviceGetEnforcedPowerLimit = {"handle": 700_000}.__getitem__
     monkeypatch.setitem(sys.modules, "pynvml", stub)
     return stub
 
@@ -147,6 +154,18 @@ def test_gpu_is_the_one_that_torch_uses(torch_sees, nvml):
     torch_sees(1)
     assert gpu_at_hand() == H200
     assert nvml.sessions == 0
+
+
+def test_gpu_has_its_clocks_and_power_limit(torch_sees, nvml):
+    """What NVML does not tell of them is None, and no error."""
+    torch_sees(1)
+    assert gpu_at_hand().settings == {
+        "sm_largest_clock_mhz": 1980,
+        "sm_application_clock_mhz": None,
+        "memory_largest_clock_mhz": 3201,
+        "memory_application_clock_mhz": None,
+        "power_limit_w": 700.0,
+    }
 
 
 def test_P02_no_device_is_no_gpu(monkeypatch, torch_sees):

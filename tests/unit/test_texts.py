@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import runpy
 import time
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from gptneo_trt.texts import text_set, text_set_from_texts, texts_from_source
 
 TOKENIZER_FILE = BUNDLED_FOLDER / "tokenizer.json"
 PROMPTS, PROSE, CALIBRATION = (BUNDLED[name] for name in ("prompts", "prose", "calibration"))
+EVALUATED = ("prose", "questions", "prompts", "sampled")
 LINES = ("The first line , kept @-@ as it is .", "A second <unk> line.", "And the third one.")
 
 
@@ -56,7 +58,13 @@ def eight_word_runs(items):
 
 @pytest.mark.parametrize(
     ("name", "scored"),
-    [("prose", "every"), ("questions", "last"), ("prompts", "last"), ("calibration", "every")],
+    [
+        ("prose", "every"),
+        ("questions", "last"),
+        ("prompts", "last"),
+        ("sampled", "every"),
+        ("calibration", "every"),
+    ],
 )
 def test_bundled_text(name, scored):
     """Each bundled text loads with its hashes, its scored positions and int32 ids."""
@@ -109,7 +117,7 @@ def test_calibration_has_192_prompts():
 def test_calibration_and_evaluation_share_no_text():
     """No run of eight words is both in the calibration text and in an evaluated text."""
     calibration = eight_word_runs(texts_from_source(CALIBRATION))
-    evaluated = (texts_from_source(BUNDLED[name]) for name in ("prose", "questions", "prompts"))
+    evaluated = (texts_from_source(BUNDLED[name]) for name in EVALUATED)
     runs = set().union(*(eight_word_runs(items) for items in evaluated))
     assert min(len(calibration), len(runs)) > 1000
     assert sorted(calibration & runs) == []
@@ -231,7 +239,7 @@ def test_D03_calibration_of_the_study_needs_a_revision(offline_cache):
 def test_bundled_text_needs_no_network(offline_cache, monkeypatch):
     """Bundled files are read without any network call, even where nothing says offline."""
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    assert [len(texts_from_source(row)) > 0 for row in BUNDLED.values()] == [True] * 4
+    assert [len(texts_from_source(row)) > 0 for row in BUNDLED.values()] == [True] * 5
 
 
 def test_D03_ids_carry_their_owner():
@@ -273,3 +281,34 @@ def test_unknown_text(name, source):
     """An unknown name or source lists what there is."""
     with pytest.raises(CheckpointError, match=r"expected one of .*prose.*bundled.*study"):
         text_set(name, source, TOKENIZER_FILE, 256)
+
+
+def test_sampled_text_is_24_full_windows():
+    """Sampled by the checkpoint in fixtures/sample_text.py: 24 texts of 256 tokens, none padded."""
+    obtained = text_set("sampled", "bundled", TOKENIZER_FILE, 256, vocab_size=4096)
+    assert [len(ids) for ids in obtained.token_ids] == [256] * 24
+    assert len({ids.tobytes() for ids in obtained.token_ids}) == 24
+    assert "sampled" not in STUDY
+
+
+def test_sampled_text_is_drawn_again():
+    """The checkpoint gives the stored texts' beginnings again; a last bit may flip a draw."""
+    maker = runpy.run_path(str(texts.BUNDLED_FOLDER.parent / "sample_text.py"))
+    tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
+    drawn = tokenizer.decode_batch(maker["sampled_ids"](tokens=8), skip_special_tokens=False)
+    stored = texts_from_source(BUNDLED["sampled"])
+    same = [text.startswith(start) for start, text in zip(drawn, stored, strict=True)]
+    assert sum(same) >= 22
+
+
+def test_fixtures_have_their_hashes():
+    """SHA256SUMS names every stored file of checkpoint and text, with the hash that it has."""
+    folder = texts.BUNDLED_FOLDER.parent
+    lines = (line.split("  ") for line in (folder / "SHA256SUMS").read_text().splitlines())
+    expected = {name: digest for digest, name in lines}
+    files = [path for part in ("gptneo-mini", "text") for path in (folder / part).iterdir()]
+    obtained = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+    assert obtained == expected

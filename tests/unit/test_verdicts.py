@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptneo_trt import verdicts
-from gptneo_trt.data import PairedDifference
-from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound
+from gptneo_trt.data import Interval, PairedDifference
+from gptneo_trt.verdicts import (
+    AT_LEAST,
+    AT_MOST,
+    OUTSIDE,
+    SHIPPED,
+    STUDIED,
+    UNDECIDED,
+    WITHIN,
+    Bound,
+)
 
 WHERE = ("fp8_recipe", "prefill", "kl_mean_nats")
 PLAN = ("fp8_recipe", "prefill", "plan_mib")
@@ -72,6 +81,20 @@ def test_limits_include_their_end(obtained, direction, value, verdict):
     assert (f"obtained {obtained:g}, expected" in cell.reason) == (direction != "below")
 
 
+@pytest.mark.parametrize(("obtained", "verdict"), [(0.009, "passed"), (0.011, "failed")])
+def test_the_error_over_texts_is_stated_and_decides_nothing(obtained, verdict):
+    """Every run scores the same texts, so a limit is no test of other texts."""
+    bound = Bound(AT_MOST, 0.01)
+
+    cell = verdicts.judge_limit(*WHERE, obtained, bound, 0.005)
+
+    assert cell.verdict == verdict == verdicts.judge_limit(*WHERE, obtained, bound).verdict
+    assert cell.reason == (
+        f"obtained {obtained}, expected at most 0.01; standard error over texts 0.005"
+    )
+    assert cell.minimum_detectable is None
+
+
 @pytest.mark.parametrize(
     ("metric", "value"), [("prose/bf16/kl_p99_nats", -0.1), ("top1_frac", 1.5), ("perplexity", -1)]
 )
@@ -101,6 +124,7 @@ def test_regression_is_decided_by_the_bounds(mean, half, verdict, words):
     assert cell.verdict == verdict
     assert cell.reason.startswith(words)
     assert f"minimum detectable effect {1.5 * half:.3g}" in cell.reason
+    assert cell.minimum_detectable == 1.5 * half
     assert cell.obtained == pytest.approx(0.01 + mean)
     assert (cell.baseline, cell.limit) == (0.01, "stored + 0.001")
 
@@ -178,6 +202,88 @@ def test_no_verdict_passes_on_a_number_that_is_not_finite(obtained, expected, to
     if stored.verdict == "passed":
         assert np.isfinite([obtained, expected, tolerance]).all()
         assert tolerance >= 0
+
+
+# Decisions
+
+
+def interval(value, half=0.0):
+    """Return a figure with bounds ``value - half`` and ``value + half``."""
+    return Interval(value, value - half, value + half, 0.95)
+
+
+LIMIT = Bound(AT_MOST, 2.0)
+IN, OUT, BETWEEN = interval(1.0, 0.5), interval(3.0, 0.5), interval(2.1, 0.2)
+SHIP = ("fp8", "both", "ship")
+
+
+@pytest.mark.parametrize(
+    ("figures", "told", "shipped", "studied"),
+    [
+        ((IN, IN), WITHIN, "passed", "failed"),
+        ((IN, OUT), OUTSIDE, "failed", "passed"),
+        ((BETWEEN, OUT), OUTSIDE, "failed", "passed"),
+        ((IN, BETWEEN), UNDECIDED, "inconclusive", "inconclusive"),
+        ((BETWEEN, interval(1.9, 0.2)), UNDECIDED, "inconclusive", "inconclusive"),
+        ((interval(2.0),), WITHIN, "passed", "failed"),
+        ((interval(np.nan),), UNDECIDED, "inconclusive", "inconclusive"),
+        ((interval(np.inf),), OUTSIDE, "failed", "passed"),
+    ],
+)
+def test_a_decision_needs_evidence(figures, told, shipped, studied):
+    """Shipped needs all within, studied one outside; lack of evidence either way is neither."""
+    judged = {f"figure {index}": (each, LIMIT) for index, each in enumerate(figures)}
+
+    cells = [verdicts.judge_decision(*SHIP, word, judged) for word in (SHIPPED, STUDIED)]
+
+    assert [cell.verdict for cell in cells] == [shipped, studied]
+    assert {cell.obtained for cell in cells} == {told}
+    assert [cell.limit for cell in cells] == [SHIPPED, STUDIED]
+
+
+def test_a_decision_names_the_figures_that_decide():
+    """Those outside with their bounds and limit; of a row that may ship, all of them."""
+    judged = {"prefill: floor_ratio_x": (OUT, LIMIT), "decode: floor_ratio_x": (IN, LIMIT)}
+
+    outside = verdicts.judge_decision(*SHIP, STUDIED, judged)
+    within = verdicts.judge_decision(
+        *SHIP, STUDIED, {**judged, "prefill: floor_ratio_x": judged["decode: floor_ratio_x"]}
+    )
+
+    assert outside.reason == (
+        "studied: outside the ship limits: prefill: floor_ratio_x 3 (2.5 to 3.5, each bound at "
+        "95 %), expected at most 2"
+    )
+    assert within.reason.startswith(
+        "studied: within the ship limits: prefill: floor_ratio_x 1 (0.5"
+    )
+    assert within.reason.endswith("; now within the limits: revisit the decision")
+    assert "decode: floor_ratio_x 1 (" in within.reason
+
+
+def test_too_few_tokens_to_decide_are_told():
+    """The figures that straddle their limit say how wide they are."""
+    cell = verdicts.judge_decision(*SHIP, SHIPPED, {"top1_drop_frac": (BETWEEN, LIMIT)})
+
+    assert cell.reason.startswith(
+        "too few tokens to decide: shipped: undecided: top1_drop_frac 2.1"
+    )
+
+
+@settings(deadline=None)
+@given(number, number, st.sampled_from([AT_MOST, AT_LEAST]), number)
+def test_nothing_ships_on_a_number_that_is_not_within(lower, upper, direction, value):
+    """Passed and shipped imply that both ends are allowed; NaN never is."""
+    bound, figure = Bound(direction, value), Interval(1.0, lower, upper, 0.95)
+
+    cell = verdicts.judge_decision(*SHIP, SHIPPED, {"figure": (figure, bound)})
+
+    if cell.verdict == "passed":
+        assert bound.allows(lower)
+        assert bound.allows(upper)
+
+
+# Coverage
 
 
 def test_green_needs_every_expected_cell_once():

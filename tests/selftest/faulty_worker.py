@@ -1,0 +1,27 @@
+"""The child process that builds a plan, with a fault: ``python -m ... FAULT JOB.json``."""
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from gptneo_trt import plan_worker
+from tests.selftest.engine_faults import ENGINE_FAULTS
+
+
+def command(fault: str, worker: Sequence[str]) -> list[str]:
+    """Return the worker's command, "python -m module JOB.json", with the fault."""
+    python, *_, job = worker
+    return [python, "-m", __name__, fault, job]
+
+
+def main(arguments: list[str]) -> int:
+    """Seed the fault, and build."""
+    name, job = arguments
+    with pytest.MonkeyPatch.context() as patch:
+        {fault.name: fault for fault in ENGINE_FAULTS}[name].seed(patch)
+        return plan_worker.main([job])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
