@@ -27,7 +27,9 @@ from tests.gate.run import STORED_REFERENCE
 TEXTS_AT_ONCE = 6  # sampled texts; more need more memory and, in a core's cache, more time
 
 
-def distribution(token_ids: Sequence[np.ndarray], logits: np.ndarray) -> ReferenceDistribution:
+def distribution(
+    token_ids: np.ndarray | Sequence[np.ndarray], logits: np.ndarray
+) -> ReferenceDistribution:
     """Return what comparisons with logits [N, T, V] of N texts, right padded to T, reuse."""
     text, position, target = metrics.scored_rows(list(token_ids), "every")
     return metrics.reference_distribution(logits[text, position], target, text)
@@ -191,8 +193,8 @@ class Pipeline:
         found = compared("prose", self.references["prefill"], decoded.logits)
         for name, logits in rows.items():
             found |= compared(name, self.references[name], logits)
-        logits = self._kept(variant, decoded.logits)
-        return Measurement(None, found, logits=logits, references=self.provenances), kept
+        own = self._kept(variant, decoded.logits)
+        return Measurement(None, found, logits=own, references=self.provenances), kept
 
     def measure_decode(
         self, variant: Variant, scales: Scales | None, prefill_logits: np.ndarray

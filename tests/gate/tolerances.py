@@ -60,18 +60,22 @@ EXCESS_CONFIDENCE = Tolerance(
 # on AMD against AVX-512 on Intel: the mean KL by up to 3.3 %.
 REGRESSIONS: Mapping[tuple[str, str], Tolerance] = {
     ("prose", "kl_mean_nats"): Tolerance(
-        0.10,
-        "another processor gave standard errors of the paired mean of up to 1.6 % in prefill and "
-        "2.9 % in decode, engine against interpreter 4.2 %: 12 texts resolve 10 % in decode",
+        0.12,
+        "three other orders of summation: 12 texts resolved 7.5 % in prefill and 10.1 % in decode, "
+        "of the row with the most noise",
     ),
     ("sampled", "kl_mean_nats"): Tolerance(
-        0.05, "24 windows resolve 4 %, twice the prose's texts, and text of the model's own is even"
+        0.08,
+        "other orders of summation gave standard errors of up to 2.2 %: 24 windows resolve 6.7 %, "
+        "where the prose's 12 resolved 7.5 % in prefill and 9.9 % in decode",
     ),
     ("prose", "nll_mean_nats"): Tolerance(
         0.01, "one per cent of perplexity; another processor moved NLL by up to 0.0037 nats"
     ),
     ("prose", "top1_disagreement_frac"): Tolerance(
-        0.02, "two tokens in a hundred; another processor moved top-1 by up to 0.0091"
+        0.025,
+        "five tokens in two hundred: three other orders of summation resolved 0.0199 in decode; "
+        "another processor moved top-1 by up to 0.0091",
     ),
 }
 REGRESSION_NATS = Tolerance(

@@ -65,7 +65,7 @@ def test_a_tolerance_is_its_number():
 # Regressions
 
 
-@pytest.mark.parametrize(("text_set", "frac"), [("prose", 0.10), ("sampled", 0.05)])
+@pytest.mark.parametrize(("text_set", "frac"), [("prose", 0.12), ("sampled", 0.08)])
 def test_regression_tolerance_of_kl_is_a_fraction_with_a_floor(text_set, frac):
     """A part of the stored mean, and never less than the noise of fp32's own rounding."""
     tolerance = tolerances.regression_tolerance
@@ -81,7 +81,7 @@ def test_regression_tolerances_of_other_metrics_are_absolute(stored_mean):
     tolerance = tolerances.regression_tolerance
 
     assert tolerance("prose", "nll_mean_nats", stored_mean) == 0.01
-    assert tolerance("prose", "top1_disagreement_frac", stored_mean) == 0.02
+    assert tolerance("prose", "top1_disagreement_frac", stored_mean) == 0.025
 
 
 @pytest.mark.parametrize("name", ["true_prob_rms_frac", "kl_max_nats"])
