@@ -44,7 +44,8 @@ def lines_of(faults: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table, a line a cell, kinds together."""
     rows = [("kind", "fault", "target", "caught by", "verdict", "reason")]
     for fault in sorted(faults, key=lambda each: each["kind"]):
-        name = fault["fault"] if fault["caught"] else f"{fault['fault']} (NOT CAUGHT)"
+        not_caught = " (NOT CAUGHT)" if fault["expected"] else " (known not to be seen)"
+        name = fault["fault"] + ("" if fault["caught"] else not_caught)
         for cell in fault["cells"]:
             reason = " ".join(cell["reason"].split())
             short = reason if len(reason) <= REASON else f"{reason[: REASON - 3]}..."

@@ -63,7 +63,7 @@ def _has_no_rows(item: pytest.Item) -> bool:
 
 def _key(item: pytest.Item) -> tuple[str, str, str] | None:
     parameters = _parameters(item)
-    if "metric" not in parameters:
+    if "metric" not in parameters or _has_no_rows(item):
         return None
     return parameters["variant"].name, parameters["phase"], parameters["metric"]
 

@@ -98,7 +98,7 @@ RUNTIME = (
         "kernels-exchanged", "runtime",
         "kernels are compiled beside the calls and take the place of slower ones",
         lazy_kernels,
-        "engine/repeats", "logits differ after 100 calls: ", through="engine runs",
+        "engine/repeats", "logits differ after 100 calls: ", "fp8", through="engine runs",
     ),
     replace(
         next(fault for fault in FAULTS if fault.name == OTHER_GPU),

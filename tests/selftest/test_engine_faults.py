@@ -7,6 +7,7 @@ collected.
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from gptneo_trt.targets import gpu_mismatch
 from tests.gate.measurer import Measurer, Setup
@@ -31,7 +32,7 @@ def engine_bench(pytestconfig, target, gpu, asked, tmp_path_factory):
     wrong = gpu_mismatch(target, gpu)
     if wrong:
         pytest.fail(wrong, pytrace=False)
-    cache = pytestconfig.getoption("--gate-cache")
+    threads, cache = torch.get_num_threads(), pytestconfig.getoption("--gate-cache")
     setup = Setup("bundled", FLAVOUR, "bundled", cache, keep_logits=True)
     with (
         Measurer(setup, len(ROWS)) as measurer,
@@ -46,6 +47,7 @@ def engine_bench(pytestconfig, target, gpu, asked, tmp_path_factory):
         bench.build_ahead(pool, asked)
         yield bench
         pool.shutdown(cancel_futures=True)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("fault", ENGINE_FAULTS, ids=lambda fault: fault.name)

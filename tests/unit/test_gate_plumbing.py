@@ -164,7 +164,7 @@ def test_random_weights_have_no_quality_cells(gate):
 
     found = gate(*arguments, "--model", "random:gpt-neo-125m")
 
-    assert len(collected(found.text)) == BUILD_CELLS_OF_A_ROW
+    assert len(collected(found.text)) == 2 * BUILD_CELLS_OF_A_ROW  # fp16 beside fp8
     assert all(each.startswith("test_build.py::") for each in collected(found.text))
     assert found.status == 0
 
@@ -355,7 +355,7 @@ def test_fixture_that_skips_measures_nothing(gate):
     found = gate(*arguments, seeds={"checkpoint": "skip"})
 
     assert found.status == pytest.ExitCode.TESTS_FAILED
-    assert re.search("^=+ 8 skipped in ", found.text, re.MULTILINE)
+    assert re.search("^=+ 8 skipped[ ,]", found.text, re.MULTILINE)
     assert "no device" in found.text
     assert line_of(found.text, "measured ") == (
         "measured 0 of 8 cells; not measured: fp16/decode/build, fp16/decode/plan_mib, "
@@ -406,7 +406,7 @@ KNOWN = "tensorrt-11.4-fp8-out_proj"
 
 def builds(gate, rows, version="11.4.0.106", **options):
     """Run the build cells of some rows on the interpreter's target and a stub TensorRT."""
-    flavour = ("--tensorrt", "tensorrt", "-k", "plan_builds")
+    flavour = ("--tensorrt", "tensorrt", "-k", "plan_builds and not fp16")
     arguments = ("--variants", rows, *flavour, "tests/gate/test_build.py")
     return gate(*arguments, tensorrt=f"tensorrt-{version}", **options)
 
