@@ -8,7 +8,6 @@ from tests.selftest.engine_seeds import (
     damaged_plan,
     host_clock,
     kept_cache,
-    lazy_kernels,
     network_of_row,
 )
 from tests.selftest.fault import BOTH, Fault
@@ -93,12 +92,6 @@ RUNTIME = (
         kept_cache,
         "engine/forgets", "logits differ after a long text and nan in the cache: ",
         phases=("decode",), through="engine runs",
-    ),
-    Fault(
-        "kernels-exchanged", "runtime",
-        "kernels are compiled beside the calls and take the place of slower ones",
-        lazy_kernels,
-        "engine/repeats", "logits differ after 100 calls: ", "fp8", through="engine runs",
     ),
     replace(
         next(fault for fault in FAULTS if fault.name == OTHER_GPU),

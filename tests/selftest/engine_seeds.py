@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptneo_trt import backend, decoder, network, runtime
-from gptneo_trt.engine import Engine
+from gptneo_trt import decoder, network, runtime
 from gptneo_trt.variants import VARIANTS
 from tests.selftest.seeds import Seed, everywhere
-
-SLOW_HOST_S = 0.05  # a call: while 100 calls run, kernels that are compiled beside them get ready
 
 
 def network_of_row(name: str) -> Seed:
@@ -40,22 +37,6 @@ def damaged_plan(patch: pytest.MonkeyPatch) -> None:
             return load(flavour, copy)
 
     everywhere(patch, load, damaged)
-
-
-def lazy_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Let TensorRT-RTX compile kernels while others run, as it does by default."""
-
-    def create_context(flavour, engine, kernels=None):
-        return engine.create_execution_context(), None, False
-
-    everywhere(patch, backend.create_context, create_context)
-    run = Engine.run
-
-    def slow(self, feeds, into=None):
-        time.sleep(SLOW_HOST_S)
-        return run(self, feeds, into)
-
-    patch.setattr(Engine, "run", slow)
 
 
 def kept_cache(patch: pytest.MonkeyPatch) -> None:
