@@ -322,9 +322,8 @@ def test_comparison_that_did_not_pass_says_what_changed(gate):
     assert found.status == pytest.ExitCode.TESTS_FAILED
     line = line_of(found.text, "fp8/both/regression/activation_amax: failed: obtained 15, ")
     assert "transformer.h.0.attn.attention.k_proj: obtained range 128, stored 8" in line
-    assert (
-        "; weights: the same; scales: not stored; network: not stored; TensorRT: the same" in line
-    )
+    assert "; weights: the same; scales: changed (transformer.h." in line
+    assert "); network: the same; TensorRT: the same; plan: " in line
 
 
 def test_test_that_judged_nothing_has_no_cell(seeded):
