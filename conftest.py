@@ -1,4 +1,4 @@
-"""Options of the gate, and the session fixtures that join the stages of ``gptneo_trt``.
+"""The session fixtures that join the stages of ``gptneo_trt``.
 
 The fixtures are the pipeline: checkpoint -> scales -> plan, and -> network -> executor -> logits
 -> metrics (in worker processes, ``tests/gate/measure.py``). Each stage runs once a variant and
@@ -16,9 +16,8 @@ import pytest
 
 from gptneo_trt import checkpoint as checkpoints
 from gptneo_trt import provenance as provenances
-from gptneo_trt.backend import FLAVOURS, Backend, backend_named
+from gptneo_trt.backend import Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
-from gptneo_trt.errors import RunError
 from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest, build_plan
 from gptneo_trt.scales import constant_scales, read_scales, scales_path, write_scales
@@ -33,88 +32,7 @@ from tests.gate.selection import gpu_of, selected_names, target_of, text_source_
 if TYPE_CHECKING:
     from tests.gate.engines import EnginePipeline
 
-ROOT = Path(__file__).parent
-
-
-def _default_workers() -> int:
-    cores = os.cpu_count() or 1
-    return min(cores, max(4, min(8, cores // 2)))
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the gate's options."""
-    group = parser.getgroup("gate", "GPT-Neo TensorRT gate")
-    group.addoption(
-        "--model",
-        help='"bundled", a folder, a hub id "owner/name@commit", or "random:gpt-neo-125m" '
-        "(build, plan size and speed only); default: the target's",
-    )
-    group.addoption(
-        "--variants", default="", help="rows to run, comma separated; default: the model's"
-    )
-    group.addoption(
-        "--tensorrt",
-        choices=sorted(FLAVOURS),
-        help="flavour that builds and runs; default: the target's",
-    )
-    group.addoption(
-        "--gate-report",
-        metavar="DIR",
-        type=Path,
-        help="write results.json into this folder; write --gate-report=DIR, since pytest takes a "
-        "separate, existing folder for a place of tests",
-    )
-    group.addoption(
-        "--gate-cache",
-        metavar="DIR",
-        type=Path,
-        default=ROOT / ".cache" / "gate",
-        help="folder of plans, weights, scales and reference logits (default: .cache/gate); write "
-        "--gate-cache=DIR",
-    )
-    group.addoption(
-        "--workers",
-        type=int,
-        default=_default_workers(),
-        help="processes that interpret networks; 0: in this process (default: one a core, at "
-        "most 4, and 8 on a large machine)",
-    )
-    group.addoption(
-        "--summation-order",
-        metavar="N",
-        type=int,
-        default=0,
-        help="add the terms of every sum of interpreted networks in the order number N, as another "
-        "processor may: measures the noise of a run without a regression (default: 0, natural)",
-    )
-    group.addoption(
-        "--update-baselines",
-        action="store_true",
-        help="write baselines/ from this run, which then fails: commit, and run again without",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Take what is not said from the target, and refuse what cannot be run."""
-    try:
-        target = target_of(config)
-    except RunError as error:
-        raise pytest.UsageError(str(error)) from error
-    config.option.model = config.getoption("--model") or target.model
-    config.option.tensorrt = config.getoption("--tensorrt") or target.flavour
-    order = config.getoption("--summation-order")
-    if order < 0:
-        raise pytest.UsageError(f"--summation-order: obtained {order}, expected 0 or more")
-    if order and config.getoption("--update-baselines"):
-        raise pytest.UsageError(
-            f"--update-baselines: obtained --summation-order={order}, expected 0: what is stored "
-            "is the natural order; leave one of the two options out"
-        )
-    unknown = sorted(set(selected_names(config)) - set(VARIANTS))
-    if unknown:
-        raise pytest.UsageError(
-            f"--variants: unknown rows {unknown}; the rows are: {', '.join(VARIANTS)}"
-        )
+pytest_plugins = ("tests.gate.options", "tests.gate.counting")
 
 
 @pytest.fixture(scope="session")

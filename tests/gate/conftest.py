@@ -12,26 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gptneo_trt import report
 from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Cell, Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
-from gptneo_trt.errors import BaselineError, GptNeoTrtError
+from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.inspection import fingerprint
 from gptneo_trt.network import PHASES, Network, build_network
 from gptneo_trt.scales import ranges_sha256
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
-from tests.gate import cells, hardware, limits
+from tests.gate import cells, hardware
 from tests.gate.blame import with_changes
+from tests.gate.counting import RUN, is_worker
 from tests.gate.measurer import CONTEXT
 from tests.gate.run import BASELINE_PREFIX, GateRun, baseline_key, stored_baseline
 from tests.gate.selection import target_of
 
 if TYPE_CHECKING:
     from tests.gate.speed import Stopwatch
-
-RUN = pytest.StashKey[GateRun]()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -94,7 +92,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     run.expected = {key for item in session.items if (key := _key(item))}
     if run.expected and not session.config.getoption("collectonly"):
         run.refusal = hardware.refusal(session.config) or ""
-    if run.refusal and not _is_worker(session.config):
+    if run.refusal and not is_worker(session.config):
         session.items.clear()  # nothing here can be measured: say so once, not once a cell
 
 
@@ -124,14 +122,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             made.longrepr = _told_once(run, reason)
     if key and made.failed:  # an unexpected pass, or a teardown that failed
         run.fail_passed(key, str(made.longrepr))
-    if key and made.skipped and _is_worker(item.config) and not hasattr(made, "wasxfail"):
-        made.outcome, made.longrepr = "failed", f"not measured: {made.longrepr[2]}"
     return made
-
-
-def _is_worker(config: pytest.Config) -> bool:
-    """Return whether pytest-xdist runs this process: nobody counts its cells at the end."""
-    return hasattr(config, "workerinput")
 
 
 def _told_once(run: GateRun, reason: str) -> str:
@@ -140,67 +131,6 @@ def _told_once(run: GateRun, reason: str) -> str:
         run.told.add(reason)
         return reason
     return f"{reason[:60]}... (as above)" if len(reason) > 60 else reason
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write what was asked for, and fail a run that is not green or that wrote baselines."""
-    run, config = session.config.stash.get(RUN, None), session.config
-    if run is None or not run.expected or config.getoption("collectonly"):
-        return
-    if config.getoption("--update-baselines"):
-        run.written = _written(run)
-    folder = config.getoption("--gate-report")
-    if folder and run.checkpoint and run.provenance:
-        report.write_results(folder, run.report())
-    unfinished = run.problems() or config.getoption("--update-baselines")
-    if unfinished and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def _written(run: GateRun) -> list[str]:
-    try:
-        return run.update_baselines()
-    except BaselineError as error:
-        return [str(error)]
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Print the table, what was written, and how much was measured."""
-    run = config.stash.get(RUN, None)
-    if run is None or not run.expected or config.getoption("collectonly"):
-        return
-    target = run.provenance.target if run.provenance else target_of(config).name
-    model = run.checkpoint.name if run.checkpoint else config.getoption("--model")
-    terminalreporter.section(f"gate: {model} on {target}")
-    decisions = limits.DECISIONS.get(model, {})
-    names = {name for name, _, _ in run.expected}
-    rows = {name: run.values.get(name, {}) for name in VARIANTS if name in names}
-    if not run.refusal:
-        for line in report.tables(rows, run.cells, run.values.get(FLOOR, {}), decisions):
-            terminalreporter.write_line(line)
-    for line in report.improvements(run.cells):
-        terminalreporter.write_line(line)
-    for line in run.known_failures:
-        terminalreporter.write_line(f"known failure: {line}")
-    for line in run.written:
-        terminalreporter.write_line(f"baseline {line}")
-    if config.getoption("--update-baselines") and run.folder:
-        terminalreporter.write_line(
-            f"baselines written to {run.folder}: commit them and run again without "
-            "--update-baselines; this run fails",
-            red=True,
-        )
-    if config.getoption("--gate-report") and run.checkpoint and run.provenance:
-        terminalreporter.write_line(f"report: {config.getoption('--gate-report')}/results.json")
-    for line in run.refusal.splitlines():
-        terminalreporter.write_line(line, red=True)
-    left_out = f"; {run.deselected} more deselected" if run.deselected else ""
-    green = not run.problems()
-    line = report.coverage_line(run.expected, run.cells) + left_out
-    terminalreporter.write_line(line, green=green, red=not green)
 
 
 @pytest.fixture(scope="session")

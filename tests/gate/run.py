@@ -1,7 +1,7 @@
-"""What one run of the gate found: cells, values, tokens; and the baselines written from it."""
+"""What one run of the gate found: cells, values, tokens; and what it is compared with."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +23,14 @@ from gptneo_trt.data import (
 )
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.paired import paired_difference
-from gptneo_trt.scales import ranges_from_values, values_from_ranges
+from gptneo_trt.scales import values_from_ranges
 from gptneo_trt.targets import Gpu, Target
-from gptneo_trt.variants import FLOOR, Variant
+from gptneo_trt.variants import Variant
 from gptneo_trt.verdicts import Key, problems
 from tests.gate import tolerances
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS
 
 BASELINE_PREFIX = "regression/"  # metrics that are judged against the stored run
-# Of this machine and its caches, not of the engine; and what is of two rows.
-UNSTORED = ("build_s", "load_s", "floor_ratio_x", "floor_ratio_lower_x", "floor_ratio_upper_x")
 STORED_REFERENCE = "float32"  # bf16's own error differs between processors, float32's does not
 
 
@@ -98,6 +96,30 @@ class GateRun:
     references: dict[str, Mapping[str, str]] = field(default_factory=dict)
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     unresolved: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def portable(self) -> "GateRun":
+        """Return what another process needs to report this run: no weights, no values a token."""
+        light = replace(self.checkpoint, weights={}) if self.checkpoint else None
+        return replace(self, tokens={}, checkpoint=light)
+
+    def add(self, other: "GateRun") -> None:
+        """Add what another process of the same run found; each collected the same cells."""
+        self.expected |= other.expected
+        self.deselected = max(self.deselected, other.deselected)
+        self.cells += other.cells
+        self.known_failures += other.known_failures
+        for own, others in (
+            (self.values, other.values),
+            (self.hashes, other.hashes),
+            (self.unresolved, other.unresolved),
+        ):
+            for variant, row in others.items():
+                own.setdefault(variant, {}).update(row)
+        self.references |= other.references
+        self.refusal = self.refusal or other.refusal
+        self.checkpoint = self.checkpoint or other.checkpoint
+        self.provenance = self.provenance or other.provenance
+        self.timing = self.timing or other.timing
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
@@ -221,88 +243,6 @@ class GateRun:
     def problems(self) -> list[str]:
         """Return everything that keeps this run from being green."""
         return problems(self.expected, self.cells) if self.expected else []
-
-    def update_baselines(self) -> list[str]:
-        """Write a baseline for every row that is fit for it; return a line a change.
-
-        A row is written from a clean commit alone, when every cell of its own and of the fp16
-        row passed, comparisons apart: these cannot be checked while what they compare with is
-        being written. fp16 shares checkpoint, texts, reference and decoder with every row, and
-        ship decision, floor ratio and time ratio are relative to it: where it failed, no figure
-        of the run is sound. Another row that failed says nothing about this one, and waits.
-
-        Raises:
-            BaselineError: nothing was measured.
-        """
-        if self.folder is None or self.provenance is None or not self.values:
-            raise BaselineError("no baseline written: nothing was measured; select gate tests")
-        lines, unclean = [], self._unclean()
-        for variant in sorted({variant for variant, _, _ in self.expected}):
-            wrong = unclean or self._unfit(variant)
-            if wrong:
-                lines.append(f"{variant}: not written: {'; '.join(wrong)}")
-            else:
-                lines += self._write(variant)
-        return lines
-
-    def _unclean(self) -> list[str]:
-        """Return why this commit cannot be measured again: what ran is not in it."""
-        commit = self.provenance.commit if self.provenance else "unknown"
-        if commit == "unknown":
-            return ["the commit is unknown; run from a git clone"]
-        if commit.endswith("-dirty"):
-            commit = commit.removesuffix("-dirty")
-            return [f"the working tree differs from commit {commit}; commit first"]
-        return []
-
-    def _unfit(self, variant: str) -> list[str]:
-        """Return what keeps a row from being stored.
-
-        Every cell of it and of fp16 that is not a comparison must have passed, every comparison
-        of it needs its figure, and its noise must let the texts resolve each tolerance.
-        """
-        compared = {key for key in self.expected if key[2].startswith(BASELINE_PREFIX)}
-        own = {key for key in self.expected - compared if key[0] in (variant, FLOOR)}
-        cells = [cell for cell in self.cells if (cell.variant, cell.phase, cell.metric) in own]
-        values = self.values.get(variant, {})
-        figures = {*values, *self.tokens.get(variant, {})}
-        figures |= {"both/activation_amax"} if ranges_from_values(values) else set()
-        missing = [
-            f"{variant}/{phase}/{metric}: not measured: no figure to store"
-            for row, phase, metric in sorted(compared)
-            if row == variant
-            and figures.isdisjoint(
-                {f"{phase}/{metric}", f"{phase}/{metric.removeprefix(BASELINE_PREFIX)}"}
-            )
-        ]
-        return problems(own, cells) + missing + [*self.unresolved.get(variant, {}).values()]
-
-    def _write(self, variant: str) -> list[str]:
-        values = {
-            name: value
-            for name, value in self.values.get(variant, {}).items()
-            if not name.endswith(UNSTORED)
-        }
-        hashes = self.hashes.get(variant, {})
-        more = {"hashes": hashes, "references": self.references, "timing": self.timing}
-        provenance = asdict(self.provenance) | {name: part for name, part in more.items() if part}
-        new = Baseline(self.key, provenance, values, self.tokens.get(variant, {}))
-        try:
-            old = baselines.read(self.folder, variant)
-            lost = {*old.values, *old.tokens} - {*new.values, *new.tokens}
-            if lost:
-                return [
-                    f"{variant}: not written: this run did not measure {', '.join(sorted(lost))}; "
-                    "run all gate tests of the row, or delete the file if these are gone for good"
-                ]
-            changes = [f"{variant}: {line}" for line in baselines.differences(old, new)]
-        except BaselineError as error:
-            changes = [f"{variant}: new ({error})"]
-        try:
-            baselines.write(self.folder, variant, new)
-        except BaselineError as error:
-            return [f"{variant}: not written: {error}"]
-        return changes or [f"{variant}: unchanged"]
 
     def report(self) -> dict[str, object]:
         """Return the content of ``results.json``."""

@@ -5,7 +5,6 @@ checkpoint and judged against the baselines that are stored here.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import torch
 
 from gptneo_trt.data import Cell
 from gptneo_trt.targets import Target
+from tests.child import child_environment
 from tests.gate.selection import target_of
 from tests.selftest import faults
 from tests.selftest.bench import Bench
@@ -78,11 +78,10 @@ def _child_run(name: str, folder: Path) -> ChildRun:
         *(f"--gate-cache={folder / 'cache'}", f"--gate-report={report}"),
         *("-q", "--color=yes", "-p", "no:cacheprovider"),
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, *options, collected],
         cwd=ROOT,
-        env=environment | {faults.VARIABLE: fault},
+        env=child_environment(**{faults.VARIABLE: fault}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

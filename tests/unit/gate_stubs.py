@@ -8,6 +8,7 @@ what they give.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from gptneo_trt.errors import BuildError, CheckpointError, RunError
 from gptneo_trt.scales import values_from_ranges
 from gptneo_trt.targets import Gpu
 from gptneo_trt.variants import VARIANTS
+from tests.child import child_environment
 from tests.gate import measurer
 from tests.gate.run import BASELINE_PREFIX
 
@@ -103,21 +105,19 @@ class Stubs:
 def run_pytest(*arguments, environment=None, folder=ROOT):
     """Run pytest in a child process on this repository; return its status and output."""
     plugins = ("-p", "no:cacheprovider", "-p", "pytest_benchmark.plugin")
-    environment = {
-        **os.environ,
+    quiet = {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "COLUMNS": "200",
-        **(environment or {}),
-    }
-    # Neither this run's options nor its workers are the child's.
-    inherited = ("PYTEST_ADDOPTS", "PYTEST_XDIST")
-    environment = {
-        name: value for name, value in environment.items() if not name.startswith(inherited)
     }
     command = [sys.executable, "-m", "pytest", *plugins, *arguments]
     run = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command,
+        cwd=folder,
+        env=child_environment(**quiet | (environment or {})),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return SimpleNamespace(status=run.returncode, text=run.stdout + run.stderr)
 
@@ -219,9 +219,11 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Stand in for a test that returns before it judges anything."""
-    early = json.loads(os.environ[VARIABLE])["seeds"].get("returns early")
-    return True if pyfuncitem.name == early else None
+    """Stand in for a test that returns before it judges anything, or that ends its process."""
+    seeds = json.loads(os.environ[VARIABLE])["seeds"]
+    if pyfuncitem.name == seeds.get("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True if pyfuncitem.name == seeds.get("returns early") else None
 
 
 class Stages:

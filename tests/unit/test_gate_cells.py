@@ -201,7 +201,7 @@ def test_every_cell_carries_its_target_s_marker_and_name(run, target, gpu):
         assert TARGETS.keys() & {mark.name for mark in each.marks} == {target}
 
 
-def test_only_the_decision_of_a_studied_row_is_expected_to_fail(run):
+def test_P01_only_the_decision_of_a_studied_row_is_expected_to_fail(run):
     """A strict xfail, bound to missed limits: P-01."""
     owed = asked(run("cpu", variants="fp16,fp8"))
 
@@ -223,7 +223,7 @@ def regressions(owed, row):
     }
 
 
-def test_a_published_row_owes_what_was_published(on_b200):
+def test_B02_a_published_row_owes_what_was_published(on_b200):
     """B-02: no cell without a stored value is asked for, and no stored value is left out."""
     owed = asked(on_b200)
 
@@ -347,7 +347,7 @@ def test_another_version_or_gpu_has_no_known_failure(run, target, tensorrt, gpu)
     ],
     ids=["build", "deserialize"],
 )
-def test_an_expected_failure_is_bound_to_its_error_and_message(run, options, metric, right, wrong):
+def test_P01_an_expected_failure_is_bound_to_its_error_and_message(run, options, metric, right, wrong):
     """P-01: strict; the right text of another error, and another text, are failures."""
     owed = asked(run(*options, model="bundled", variants="fp8-out_proj"))
 

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -92,7 +91,7 @@ def test_the_target_cpu_is_never_refused(monkeypatch):
     ],
     ids=["none", "h200-for-b200", "b200-for-h200", "h20-for-h200"],
 )
-def test_another_gpu_or_none_is_refused_before_anything_is_built(refusal, target, gpu, message):
+def test_P02_another_gpu_or_none_is_refused_before_anything_is_built(refusal, target, gpu, message):
     """P-02: what was needed, what was found, and the marker that runs here."""
     found = refusal(target, gpu, build=never)
 
@@ -107,7 +106,7 @@ def test_a_gpu_that_cannot_be_opened_is_refused_with_its_error(monkeypatch):
     assert hardware.refusal(Options("h200")) == f"target h200: {error}"
 
 
-def test_a_flavour_that_is_not_installed_is_refused_with_its_install_command(monkeypatch):
+def test_P02_a_flavour_that_is_not_installed_is_refused_with_its_install_command(monkeypatch):
     """P-02: the GPU is there, the target's flavour is not."""
     monkeypatch.setattr(selection, "gpu_at_hand", lambda: B200)
     monkeypatch.setitem(sys.modules, "tensorrt", None)
@@ -118,7 +117,7 @@ def test_a_flavour_that_is_not_installed_is_refused_with_its_install_command(mon
     assert found.endswith(f"do: {backend.FLAVOURS['tensorrt']}")
 
 
-def test_a_tensorrt_that_refuses_the_gpu_is_refused_as_the_known_failure(refusal):
+def test_N08_a_tensorrt_that_refuses_the_gpu_is_refused_as_the_known_failure(refusal):
     """N-08: TensorRT-RTX 1.7 builds the probe, and does not load it on compute capability 9.0."""
     found = refusal("h200", H200, RTX_17, load=refusing(RunError(NOT_SUPPORTED)))
 
@@ -232,7 +231,7 @@ def test_published_baselines_are_those_of_the_study_s_machines(
 # Whole runs that are refused
 
 
-def test_a_run_without_a_gpu_is_red_and_says_why_in_its_last_lines():
+def test_P02_a_run_without_a_gpu_is_red_and_says_why_in_its_last_lines():
     """P-02: nothing is skipped or failed a cell at a time; 0 of N cells, and what to do."""
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
     files = ("tests/gate/test_build.py", "tests/gate/test_quality.py")
@@ -247,7 +246,7 @@ def test_a_run_without_a_gpu_is_red_and_says_why_in_its_last_lines():
     assert "SKIPPED" not in found.text
 
 
-def test_a_run_on_a_tensorrt_that_refuses_the_gpu_is_red_and_names_the_known_failure(tmp_path):
+def test_P02_N08_a_refusal_by_tensorrt_is_red_and_names_the_known_failure(tmp_path):
     """N-08, P-02: a known failure of everything excuses nothing; TensorRT's words and a remedy."""
     options = {"target": "h200", "gpu": H200, "tensorrt": RTX_17, "stored": ("fp16",)}
 
@@ -275,8 +274,6 @@ NO_BENCHMARKS = {
     "--benchmark-disable": "benchmarks are disabled",
     "--benchmark-skip": "(--benchmark-skip ",
 }
-XDIST = ("-p", "xdist.plugin", "-n", "2")
-needs_xdist = pytest.mark.skipif(find_spec("xdist") is None, reason="needs pytest-xdist")
 
 
 def on_h200(root, *arguments, **options):
@@ -316,7 +313,7 @@ def assert_only_accuracy_passed(found):
 
 
 @pytest.mark.parametrize("option", NO_BENCHMARKS)
-def test_without_benchmarks_accuracy_is_judged_and_speed_is_not_measured(tmp_path, option):
+def test_P03_without_benchmarks_accuracy_is_judged_and_speed_is_not_measured(tmp_path, option):
     """P-03: the one passes, the other says why it has no figure; the run is red."""
     found = on_h200(tmp_path, option, "-rA", ACCURACY, SPEED)
 
@@ -328,29 +325,7 @@ def test_without_benchmarks_accuracy_is_judged_and_speed_is_not_measured(tmp_pat
     )
 
 
-@needs_xdist
-@pytest.mark.parametrize("options", [(), ("--benchmark-skip",)], ids=["alone", "skip"])
-def test_under_xdist_accuracy_is_judged_and_the_run_is_red(tmp_path, options):
-    """P-03: pytest-benchmark disables itself under -n, and no summary counts the cells."""
-    found = on_h200(tmp_path, *XDIST, *options, "-rA", ACCURACY, SPEED)
-
-    assert_only_accuracy_passed(found)
-    assert re.search(rf"^(FAILED|ERROR) {re.escape(SPEED)}", found.text, re.MULTILINE)
-
-
-@needs_xdist
-def test_under_xdist_a_run_without_a_gpu_is_red(tmp_path):
-    """P-02: the refusal is said by the cells, since a worker runs all that was collected."""
-    found = run_gate(
-        tmp_path, *XDIST, "--variants", "fp16", ACCURACY.partition("::")[0], target="h200"
-    )
-
-    assert found.status == pytest.ExitCode.TESTS_FAILED
-    assert "target h200: needed an NVIDIA H200, found no GPU; do: " in found.text
-    assert "INTERNALERROR" not in found.text
-
-
-def test_without_benchmarks_no_baseline_is_written(tmp_path):
+def test_P03_without_benchmarks_no_baseline_is_written(tmp_path):
     """P-03: a row whose speed was not measured has no new baseline, first or not."""
     arguments = ("--benchmark-disable", "--update-baselines", "tests/gate")
 

@@ -94,7 +94,7 @@ def test_unknown_row_is_a_usage_error_that_lists_the_rows():
 
 
 @pytest.mark.parametrize("expression", ["gatte", "cpu or gatte"])
-def test_unknown_marker_in_an_expression_is_a_usage_error(expression):
+def test_P02_unknown_marker_in_an_expression_is_a_usage_error(expression):
     """``-m gatte`` deselects everything otherwise, and a typo in an "or" most of it."""
     found = run_pytest("-m", expression, "--variants", "fp16", "tests/gate/test_build.py")
 
@@ -102,7 +102,7 @@ def test_unknown_marker_in_an_expression_is_a_usage_error(expression):
     assert "Unknown marker(s) in '-m' expression: gatte" in found.text
 
 
-def test_mistyped_mark_is_an_error(tmp_path):
+def test_P02_mistyped_mark_is_an_error(tmp_path):
     """A test that carries a mistyped mark is not deselected in silence."""
     case = tmp_path / "test_case.py"
     case.write_text("import pytest\n\n@pytest.mark.cpuu\ndef test_it():\n    pass\n")
@@ -114,7 +114,7 @@ def test_mistyped_mark_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["cpu", "h200"])
-def test_nothing_selected_is_not_green(target):
+def test_P02_nothing_selected_is_not_green(target):
     """``-k`` that matches nothing ends with pytest's "no tests collected"."""
     found = run_pytest("-m", target, "-k", "nothing_matches", "tests/gate/test_build.py")
 
@@ -211,7 +211,7 @@ def test_a_run_like_the_stored_one_is_green_and_writes_nothing(gate, tmp_path):
     assert {frozenset(cell) for cell in results["cells"]} == {frozenset(Cell.__annotations__)}
 
 
-def test_deselected_cells_are_counted(gate):
+def test_P02_deselected_cells_are_counted(gate):
     """A run of a part says how much it left out."""
     found = gate("--variants", "fp16", "-k", "test_plan_builds", "tests/gate")
 
@@ -251,7 +251,7 @@ def test_seeded_run_is_red(seeded):
     assert seeded.status == pytest.ExitCode.TESTS_FAILED
 
 
-def test_studied_row_within_the_ship_limits_asks_to_revisit_the_decision(seeded):
+def test_P01_studied_row_within_the_ship_limits_asks_to_revisit_the_decision(seeded):
     """P-01 e: good news is a strict, unexpected pass, and fails by name."""
     assert outcome(seeded.text, "fp8", "test_ship_decision_holds", "both-ship") == "FAILED"
     section = seeded.text.partition("test_ship_decision_holds[fp8-both-ship] ____")[2][:400]
@@ -260,7 +260,7 @@ def test_studied_row_within_the_ship_limits_asks_to_revisit_the_decision(seeded)
     assert re.search(r"^fp8 .*failed \(studied\)$", seeded.text, re.MULTILINE)
 
 
-def test_type_error_in_the_ship_test_of_a_studied_row_is_failed(seeded):
+def test_P01_type_error_in_the_ship_test_of_a_studied_row_is_failed(seeded):
     """P-01 c: an error that is not a missed limit is not the expected failure."""
     assert outcome(seeded.text, "fp8-q_proj", "test_ship_decision_holds", "both-ship") == "FAILED"
     assert (
@@ -306,7 +306,7 @@ def test_table_shows_the_worst_verdict(seeded, row, verdict):
     assert line_of(seeded.text, f"{row} ").endswith(f"{verdict} ({decision})")
 
 
-def test_skipped_ship_test_of_a_studied_row_is_not_measured(seeded):
+def test_P01_skipped_ship_test_of_a_studied_row_is_not_measured(seeded):
     """P-01 g: no device is neither the expected failure nor a pass."""
     cell = seeded.cells["fp8-k_proj", "both", "ship"]
 
@@ -326,7 +326,7 @@ def test_comparison_that_did_not_pass_says_what_changed(gate):
     assert "); network: the same; TensorRT: the same; plan: " in line
 
 
-def test_test_that_judged_nothing_has_no_cell(seeded):
+def test_P02_test_that_judged_nothing_has_no_cell(seeded):
     """P-02: an early return passes for pytest, and is missing for the gate."""
     assert outcome(seeded.text, "fp8-c_fc", "test_plan_builds", "decode-build") is None
     assert ("fp8-c_fc", "decode", "build") not in seeded.cells
@@ -339,7 +339,7 @@ def test_refusal_of_a_plan_is_failed_with_tensorrt_s_words(seeded):
     assert "  TensorRT: [ERROR] no kernel" in seeded.text
 
 
-def test_missing_baseline_is_failed_by_name(seeded):
+def test_B04_missing_baseline_is_failed_by_name(seeded):
     """B-04: a row without a stored run fails, says how to write one, and none is written."""
     target = "/".join(seeded.folder.parts[-3:])
 
@@ -347,7 +347,7 @@ def test_missing_baseline_is_failed_by_name(seeded):
     assert "fp8-c_fc" not in baselines.names(seeded.folder)
 
 
-def test_fixture_that_skips_measures_nothing(gate):
+def test_P02_fixture_that_skips_measures_nothing(gate):
     """P-02: pytest's exit status would be 0; it is red here, and 0 of 8 cells by name."""
     arguments = ("--variants", "fp16", "tests/gate/test_build.py")
 
@@ -364,7 +364,7 @@ def test_fixture_that_skips_measures_nothing(gate):
     )
 
 
-def test_checkpoint_that_is_refused_measures_nothing(gate):
+def test_P02_checkpoint_that_is_refused_measures_nothing(gate):
     """P-02: a library error in a fixture is no measurement of any cell."""
     arguments = ("--variants", "fp16", "tests/gate/test_build.py")
 
@@ -375,7 +375,7 @@ def test_checkpoint_that_is_refused_measures_nothing(gate):
     assert line_of(found.text, "measured ").startswith("measured 0 of 8 cells; not measured: ")
 
 
-def test_floor_that_is_not_finite_is_not_what_a_studied_row_is_expected_to_miss(gate):
+def test_B01_floor_that_is_not_finite_is_not_what_a_studied_row_is_expected_to_miss(gate):
     """B-01, P-01: with fp16 not selected, no other cell says that its logits were NaN."""
     arguments = ("--variants", "fp8", "tests/gate")
 
@@ -423,7 +423,7 @@ def mixed(gate):
     return builds(gate, "fp8-out_proj,fp8-attention,fp8-all", seeds=seeds)
 
 
-def test_a_known_failure_is_expected_listed_and_counted(gate):
+def test_P01_a_known_failure_is_expected_listed_and_counted(gate):
     """P-01 a: XFAIL, green, and said by name with its reason; the cell counts as measured."""
     seeds = {f"plan/{OUT_PROJ}/{phase}": "known" for phase in ("prefill", "decode")}
 
@@ -449,26 +449,26 @@ def test_a_known_failure_is_expected_listed_and_counted(gate):
         pytest.param("fp8-all", "decode", None, "no device", id="g-skip"),
     ],
 )
-def test_only_the_known_message_is_expected(mixed, row, phase, expected, reason):
+def test_P01_only_the_known_message_is_expected(mixed, row, phase, expected, reason):
     """P-01 a, b, c, e, g: another error, a success and a skip are not the known failure."""
     assert outcome(mixed.text, row, "test_plan_builds", f"{phase}-build") == expected
     assert reason in mixed.text
     assert mixed.status == pytest.ExitCode.TESTS_FAILED
 
 
-def test_success_of_a_known_failure_says_to_remove_the_row(mixed):
+def test_P01_success_of_a_known_failure_says_to_remove_the_row(mixed):
     """P-01 e: good news fails by name, with the row's id and version and what to do."""
     section = mixed.text.partition("test_plan_builds[fp8-attention-prefill-build] ____")[2][:400]
 
     assert re.search(rf"\[XPASS\(strict\)\] {KNOWN}: .*; if it passes: fixed, remove", section)
 
 
-def test_success_of_a_known_failure_is_no_passed_cell(mixed):
+def test_P01_success_of_a_known_failure_is_no_passed_cell(mixed):
     """P-01 e: the table says what the test says, and no baseline is written from such a row."""
     assert line_of(mixed.text, "fp8-attention ").endswith("failed (studied)")
 
 
-def test_known_failures_are_listed_and_a_skip_is_not_measured(mixed):
+def test_P01_known_failures_are_listed_and_a_skip_is_not_measured(mixed):
     """P-01 g: a skip is missing from the count; a TypeError is no verdict on a plan either."""
     listed = re.findall(rf"^known failure: (\S+)/build: {KNOWN}: ", mixed.text, re.MULTILINE)
 
@@ -479,7 +479,7 @@ def test_known_failures_are_listed_and_a_skip_is_not_measured(mixed):
     )
 
 
-def test_fixture_error_under_a_known_failure_is_an_error(gate):
+def test_P01_fixture_error_under_a_known_failure_is_an_error(gate):
     """P-01 d: what fails before the case is not the case's known failure."""
     found = builds(gate, OUT_PROJ, seeds={"checkpoint": "crash"})
 
@@ -490,7 +490,7 @@ def test_fixture_error_under_a_known_failure_is_an_error(gate):
     assert line_of(found.text, "measured ").startswith("measured 0 of 2 cells; ")
 
 
-def test_success_under_a_version_outside_the_range_is_plain(gate):
+def test_P01_success_under_a_version_outside_the_range_is_plain(gate):
     """P-01 f: on TensorRT 11.1 the case is an ordinary one."""
     found = builds(gate, OUT_PROJ, version="11.1.0.106")
 
@@ -518,13 +518,13 @@ def updated(gate):
     return found
 
 
-def test_updating_run_fails_and_says_what_to_do(updated):
+def test_B04_updating_run_fails_and_says_what_to_do(updated):
     """Whoever updates has to run again: the run that wrote a baseline is never the green one."""
     assert updated.status == pytest.ExitCode.TESTS_FAILED
     assert f"baselines written to {updated.folder}: commit them and run again" in updated.text
 
 
-def test_updating_run_writes_only_rows_that_passed(updated):
+def test_B04_updating_run_writes_only_rows_that_passed(updated):
     """The row beyond its limits and the row that was not selected keep their files."""
     assert baselines.names(updated.folder) == {"fp16", "fp8", "fp8-q_proj", "fp32"}
     after = contents(updated.folder)
@@ -536,7 +536,7 @@ def test_updating_run_writes_only_rows_that_passed(updated):
     assert new.key == old.key
 
 
-def test_updating_run_prints_what_it_wrote_and_what_it_refused(updated):
+def test_B04_updating_run_prints_what_it_wrote_and_what_it_refused(updated):
     """A line a row: unchanged, new, or not written and why."""
     assert "baseline fp16: unchanged" in updated.text
     assert "baseline fp8-q_proj: new (no baseline for cpu/" in updated.text
@@ -544,7 +544,7 @@ def test_updating_run_prints_what_it_wrote_and_what_it_refused(updated):
     assert "fp8/prefill/kl_mean_nats: failed: obtained " in refused
 
 
-def test_updating_run_of_a_changed_tree_writes_nothing(gate):
+def test_B04_updating_run_of_a_changed_tree_writes_nothing(gate):
     """The commit in the provenance would not be what was measured."""
     found = gate(
         *("--update-baselines", "--variants", "fp16", "tests/gate"),
@@ -616,7 +616,7 @@ def test_updating_run_leaves_the_repository_alone(updated):
     assert str(updated.root) in str(updated.folder)
 
 
-def test_environment_does_not_update():
+def test_B04_environment_does_not_update():
     """B-04: only the flag writes; no variable is looked at."""
     sources = [ROOT / "conftest.py", *(ROOT / "tests/gate").glob("*.py")]
     sources.append(ROOT / "gptneo_trt/baselines.py")

@@ -24,7 +24,8 @@ from gptneo_trt.errors import BaselineError
 from gptneo_trt.scales import ranges_from_values
 from gptneo_trt.targets import TARGETS, Gpu
 from gptneo_trt.variants import VARIANTS
-from tests.gate.run import UNSTORED, GateRun, baseline_key, regression_tokens, stored_baseline
+from tests.gate.run import GateRun, baseline_key, regression_tokens, stored_baseline
+from tests.gate.storing import UNSTORED, update_baselines
 
 PROVENANCE = Provenance("cpu/made-up-1.0", "4446f63", "2026-01-02T03:04:05+00:00", "pytest")
 KL = "prefill/prose/bf16/kl_mean_nats"
@@ -104,7 +105,7 @@ def test_a_cell_that_nobody_gave_is_a_problem(run):
     assert run.problems() == [f"fp8/prefill/{REGRESSION}: not measured: no cell"]
 
 
-def test_a_renamed_cell_is_two_problems(run):
+def test_B02_a_renamed_cell_is_two_problems(run):
     """B-02: the old name is missing, the new one was not expected."""
     run.cells = [cell("fp16"), cell("fp16", REGRESSION), cell("fp8", REGRESSION), cell("fp8_v2")]
 
@@ -451,7 +452,7 @@ def test_update_writes_rows_whose_other_cells_passed(run, folder):
     """Regressions are being written, so they are not asked; times of this machine stay out."""
     run.cells = [cell("fp16"), cell("fp16", REGRESSION, "not measured"), cell("fp8")]
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert [line.partition(": new (no baseline for ")[0] for line in lines] == ["fp16", "fp8"]
     stored = baselines.read(folder, "fp16")
@@ -473,7 +474,7 @@ def test_update_writes_nothing_from_what_is_in_no_commit(run, folder, commit, re
     run.cells = [cell("fp16"), cell("fp8")]
     run.provenance = replace(PROVENANCE, commit=commit)
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert lines == [f"fp16: not written: {reason}", f"fp8: not written: {reason}"]
     assert stored_files(folder) == {}
@@ -484,7 +485,7 @@ def test_update_writes_no_row_of_a_run_whose_floor_did_not_pass(run, folder, ver
     """What every row shares is suspect then; the line names the cell of fp16."""
     run.cells = [cell("fp16", verdict=verdict), cell("fp8")]
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     reason = f"fp16/prefill/{LIMIT}: {verdict}: made up: {verdict}"
     assert lines == [f"fp16: not written: {reason}", f"fp8: not written: {reason}"]
@@ -495,7 +496,7 @@ def test_update_does_not_ask_for_the_comparisons_of_the_floor(run, folder):
     """They are being written too."""
     run.cells = [cell("fp16"), cell("fp16", REGRESSION, "failed"), cell("fp8")]
 
-    run.update_baselines()
+    update_baselines(run)
 
     assert baselines.names(folder) == {"fp16", "fp8"}
 
@@ -507,7 +508,7 @@ def test_update_stores_what_the_row_was_built_from(run, folder):
     run.add_hash("fp8", "decode/network", "cd")
     run.add_ranges("fp8", {"transformer.h.0.mlp.c_fc": 3.0})
 
-    run.update_baselines()
+    update_baselines(run)
 
     stored = baselines.read(folder, "fp8")
     assert stored.provenance["hashes"] == {"decode/plan": "ab", "decode/network": "cd"}
@@ -520,12 +521,12 @@ def test_update_asks_for_the_ranges_that_a_later_run_compares(run, folder):
     key = ("fp8", "both", "regression/activation_amax")
     run.expected.add(key)
     run.cells = [cell("fp16"), cell("fp8")]
-    assert run.update_baselines()[1] == (
+    assert update_baselines(run)[1] == (
         f"fp8: not written: {'/'.join(key)}: not measured: no figure to store"
     )
 
     run.add_ranges("fp8", {"transformer.h.0.mlp.c_fc": 3.0})
-    run.update_baselines()
+    update_baselines(run)
 
     assert baselines.names(folder) == {"fp16", "fp8"}
 
@@ -535,7 +536,7 @@ def test_update_stores_what_was_timed(run, folder):
     run.cells = [cell("fp16"), cell("fp8")]
     run.timing = {"context": 256}
 
-    run.update_baselines()
+    update_baselines(run)
 
     assert baselines.read(folder, "fp8").provenance["timing"] == {"context": 256}
 
@@ -543,13 +544,13 @@ def test_update_stores_what_was_timed(run, folder):
 @pytest.mark.parametrize(
     "metric", ["regression/speedup_x", "regression/plan_mib", "regression/top1_disagreement_frac"]
 )
-def test_update_refuses_a_row_without_a_figure_to_compare(run, folder, metric):
+def test_P03_update_refuses_a_row_without_a_figure_to_compare(run, folder, metric):
     """P-03: the comparison waits while baselines are written, its figure has to be there."""
     key = ("fp8", "decode", metric)
     run.expected.add(key)
     run.cells = [cell("fp16"), cell("fp8"), Cell(*key, None, None, None, "not measured", "why")]
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert lines[1].startswith(f"fp8: not written: fp8/decode/{metric}: not measured")
     assert baselines.names(folder) == {"fp16"}
@@ -565,7 +566,7 @@ def test_update_stores_a_figure_to_compare_whatever_its_cell(run, folder, place)
     else:
         run.tokens["fp8"]["decode/regression/plan_mib"] = np.ones(4)
 
-    run.update_baselines()
+    update_baselines(run)
 
     assert baselines.names(folder) == {"fp16", "fp8"}
 
@@ -575,7 +576,7 @@ def test_update_refuses_a_row_that_did_not_pass_and_says_why(run, folder, verdic
     """B-04: one failed case keeps its old baseline; the other row is written."""
     run.cells = [cell("fp16"), cell("fp8", verdict=verdict)]
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     reason = f"fp8: not written: fp8/prefill/{LIMIT}: {verdict}: made up: {verdict}"
     assert lines[1:] == [reason]
@@ -587,7 +588,7 @@ def test_update_refuses_a_row_whose_noise_hides_its_tolerance(run, folder):
     run.cells = [cell("fp16"), cell("fp8")]
     run.unresolved = rolled_twice(1.0).unresolved
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert lines[1].startswith(
         f"fp8: not written: {NOISE}: the sample cannot resolve the tolerance"
@@ -599,7 +600,7 @@ def test_update_refuses_a_row_with_a_cell_that_nobody_gave(run, folder):
     """A test that never ran is as bad as one that failed."""
     run.cells = [cell("fp16")]
 
-    assert run.update_baselines()[1] == (
+    assert update_baselines(run)[1] == (
         f"fp8: not written: fp8/prefill/{LIMIT}: not measured: no cell"
     )
     assert baselines.names(folder) == {"fp16"}
@@ -608,10 +609,10 @@ def test_update_refuses_a_row_with_a_cell_that_nobody_gave(run, folder):
 def test_update_prints_old_and_new(run, folder):
     """A changed value shows both sides and the change, an unchanged row says so."""
     run.cells = [cell("fp16"), cell("fp8")]
-    run.update_baselines()
+    update_baselines(run)
     run.values["fp8"] = {KL: 7.7e-3}
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert lines == ["fp16: unchanged", f"fp8: values/{KL}: 0.007 -> 0.0077 (+10.00 %)"]
     assert baselines.read(folder, "fp8").values == {KL: 7.7e-3}
@@ -620,13 +621,13 @@ def test_update_prints_old_and_new(run, folder):
 def test_update_keeps_every_other_row(run, folder):
     """Rows that were not selected, and rows that were refused, keep their bytes."""
     run.cells = [cell("fp16"), cell("fp8")]
-    run.update_baselines()
+    update_baselines(run)
     baselines.write(folder, "fp32", baselines.read(folder, "fp16"))
     before = stored_files(folder)
     run.cells = [cell("fp16"), cell("fp8", verdict="failed")]
     run.values["fp16"], run.values["fp8"] = {KL: 1.0}, {KL: 8e-3}
 
-    run.update_baselines()
+    update_baselines(run)
 
     changed = {name for name, content in stored_files(folder).items() if content != before[name]}
     assert changed == {"fp16.json"}
@@ -635,10 +636,10 @@ def test_update_keeps_every_other_row(run, folder):
 def test_update_replaces_a_corrupt_file_and_says_so(run, folder):
     """The line names what was wrong with the old file."""
     run.cells = [cell("fp16"), cell("fp8")]
-    run.update_baselines()
+    update_baselines(run)
     (folder / "fp8.json").write_text('{"schema": 1, "ke')
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert lines[1].startswith("fp8: new (")
     assert "fp8.json: line 1, column 15: not JSON" in lines[1]
@@ -651,7 +652,7 @@ def test_update_without_a_measurement_is_an_error(run, folder, absent):
     run.cells = [cell("fp16"), cell("fp8")]
 
     with pytest.raises(BaselineError, match="nothing was measured; select gate tests"):
-        replace(run, **absent).update_baselines()
+        update_baselines(replace(run, **absent))
 
     assert stored_files(folder) == {}
 
@@ -661,7 +662,7 @@ def test_update_refuses_a_row_without_values(run, folder):
     run.cells = [cell("fp16"), cell("fp8")]
     del run.values["fp8"]
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert "fp8: not written" in lines[1]
     assert baselines.names(folder) == {"fp16"}
@@ -672,20 +673,20 @@ def test_update_refuses_a_non_finite_row_and_writes_the_next(run, folder):
     run.cells = [cell("fp16"), cell("fp8")]
     run.values["fp16"][KL] = float("nan")
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert "fp16: not written" in lines[0]
     assert baselines.names(folder) == {"fp8"}
 
 
-def test_update_from_a_part_of_the_tests_keeps_what_it_did_not_measure(run, folder):
+def test_B04_P03_update_from_a_part_of_the_tests_keeps_what_it_did_not_measure(run, folder):
     """``-k plan_mib --update-baselines`` must not take the stored tokens away (P-03, B-04)."""
     run.cells = [cell("fp16"), cell("fp8")]
-    run.update_baselines()
+    update_baselines(run)
     before = stored_files(folder)
     run.values["fp8"], run.tokens["fp8"] = {"prefill/plan_mib": 9.0}, {}
 
-    lines = run.update_baselines()
+    lines = update_baselines(run)
 
     assert "fp8: not written" in lines[1]
     assert stored_files(folder) == before

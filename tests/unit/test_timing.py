@@ -15,6 +15,7 @@ from gptneo_trt import timing
 from gptneo_trt.errors import RunError
 from gptneo_trt.network import PHASES
 from gptneo_trt.timing import DeviceClock, PairedTimer, Timed
+from tests.child import child_environment
 
 ROOT = Path(__file__).parents[2]
 LOGITS = np.array([[0.5, 0.0, -1.5]], dtype=np.float32)
@@ -375,12 +376,11 @@ def benchmarks(tmp_path_factory):
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     (folder / "test_speed.py").write_text(SPEED_TESTS)
     report = folder / "benchmark.json"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "--color=no", f"--benchmark-json={report}"],
         cwd=folder,
-        env=environment | {"PYTHONPATH": paths},
+        env=child_environment(PYTHONPATH=paths),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
