@@ -27,7 +27,13 @@ from gptneo_trt.texts import text_set
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate.cells import folder_of
 from tests.gate.measurer import CONTEXT, Measurer, Setup
-from tests.gate.selection import gpu_of, selected_names, target_of, text_source_of
+from tests.gate.selection import (
+    gpu_of,
+    selected_names,
+    target_of,
+    text_source_of,
+    unsupported_here,
+)
 
 if TYPE_CHECKING:
     from tests.gate.engines import EnginePipeline
@@ -37,8 +43,9 @@ pytest_plugins = ("tests.gate.options", "tests.gate.counting")
 
 @pytest.fixture(scope="session")
 def variants(pytestconfig: pytest.Config) -> list[Variant]:
-    """Return the selected rows."""
-    return [VARIANTS[name] for name in selected_names(pytestconfig)]
+    """Return the selected rows that can run here: for another one nothing is done."""
+    names = selected_names(pytestconfig)
+    return [VARIANTS[name] for name in names if not unsupported_here(pytestconfig, name)]
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from packaging.version import Version
+
 from gptneo_trt import gpu_watch
 from gptneo_trt.checkpoint import STUDY_CHECKPOINT
 from gptneo_trt.errors import RunError
@@ -79,6 +81,9 @@ _ROWS = (
     Target("b300", "B300", "tensorrt", STUDY_CHECKPOINT, "the study's gate, on an NVIDIA B300"),
 )
 TARGETS = {row.name: row for row in _ROWS}
+# Number format -> oldest compute capability whose tensor cores multiply it: "Hardware and
+# Precision" of TensorRT's support matrix. Other formats run everywhere.
+NEEDED_CAPABILITIES = {"fp8": "8.9", "nvfp4": "10.0"}
 
 
 def gpu_at_hand() -> Gpu | None:
@@ -162,6 +167,22 @@ def target_of_expression(expression: str) -> Target:
             "do: run pytest once for each, each on its own host"
         )
     return TARGETS[asked.pop()] if asked else TARGETS["cpu"]
+
+
+def format_mismatch(number_format: str, compute_capability: str) -> str | None:
+    """Return why a GPU cannot multiply a number format, or None: it can.
+
+    Args:
+        number_format: "fp32", "fp16", "fp8" or "nvfp4".
+        compute_capability: for example "8.9".
+    """
+    needed = NEEDED_CAPABILITIES.get(number_format)
+    if needed is None or Version(compute_capability) >= Version(needed):
+        return None
+    return (
+        f"{number_format}: needs compute capability {needed} or newer, "
+        f"device has {compute_capability}"
+    )
 
 
 def gpu_mismatch(target: Target, gpu: Gpu | None) -> str | None:

@@ -69,6 +69,11 @@ class Variant:
         if wrong:
             raise VariantError(f"variant {self.name!r}: " + "; ".join(wrong))
 
+    @property
+    def number_format(self) -> str:
+        """Return the narrowest format that it multiplies: "fp8", or its compute type."""
+        return "fp8" if self.quantized else self.compute_type
+
     def quantized_modules(self, num_layers: int) -> tuple[str, ...]:
         """Return the module paths in FP8, for example ``transformer.h.0.mlp.c_fc``, in order.
 

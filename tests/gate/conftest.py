@@ -26,7 +26,7 @@ from tests.gate.blame import with_changes
 from tests.gate.counting import RUN, is_worker
 from tests.gate.measurer import CONTEXT
 from tests.gate.run import BASELINE_PREFIX, GateRun, baseline_key, stored_baseline
-from tests.gate.selection import target_of
+from tests.gate.selection import target_of, unsupported_here
 
 if TYPE_CHECKING:
     from tests.gate.speed import Stopwatch
@@ -97,10 +97,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a cell of a refused run under pytest-xdist, which needs all that was collected."""
-    run = item.config.stash.get(RUN, None)
-    if run and run.refusal and _key(item):
+    """Measure nothing of a row that the GPU cannot run, nor of a refused run.
+
+    pytest-xdist needs all that was collected, so there a refused run still has its tests.
+    """
+    run, key = item.config.stash.get(RUN, None), _key(item)
+    if run is None or key is None:
+        return
+    if run.refusal:
         pytest.fail(_told_once(run, run.refusal), pytrace=False)
+    why = unsupported_here(item.config, key[0])
+    if why:
+        pytest.skip(why)
 
 
 @pytest.hookimpl(wrapper=True)

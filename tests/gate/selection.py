@@ -12,7 +12,13 @@ from gptneo_trt.known_failures import (
     failures_of_target,
     known_failure,
 )
-from gptneo_trt.targets import Gpu, Target, gpu_at_hand, target_of_expression
+from gptneo_trt.targets import (
+    Gpu,
+    Target,
+    format_mismatch,
+    gpu_at_hand,
+    target_of_expression,
+)
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate.limits import rows_of
 
@@ -68,6 +74,15 @@ def selected_names(config: pytest.Config) -> list[str]:
     return [name for name in VARIANTS if name in asked] + [
         name for name in asked if name not in VARIANTS
     ]
+
+
+def unsupported_here(config: pytest.Config, variant: str) -> str | None:
+    """Return why this run's GPU cannot run a row whatever TensorRT does; None where it can."""
+    gpu = gpu_of(config) if target_of(config).needs_gpu else None
+    if gpu is None:
+        return None
+    why = format_mismatch(VARIANTS[variant].number_format, gpu.compute_capability)
+    return why and f"{variant}: {why} ({gpu.name})"
 
 
 def known_failures_here(config: pytest.Config) -> list[KnownFailure]:

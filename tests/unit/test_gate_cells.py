@@ -347,7 +347,7 @@ def test_another_version_or_gpu_has_no_known_failure(run, target, tensorrt, gpu)
     ],
     ids=["build", "deserialize"],
 )
-def test_P01_an_expected_failure_is_bound_to_its_error_and_message(run, options, metric, right, wrong):
+def test_P01_an_expected_failure_is_bound_to_error_and_message(run, options, metric, right, wrong):
     """P-01: strict; the right text of another error, and another text, are failures."""
     owed = asked(run(*options, model="bundled", variants="fp8-out_proj"))
 

@@ -262,6 +262,33 @@ def test_P02_N08_a_refusal_by_tensorrt_is_red_and_names_the_known_failure(tmp_pa
     assert "XFAIL" not in found.text
 
 
+OLD_GPU = replace(H200, compute_capability="8.6")  # made up: an H200 that cannot multiply in FP8
+
+
+def test_N08_rows_that_the_gpu_cannot_run_are_not_measured(tmp_path):
+    """FP8 below 8.9 is skipped before any work with both versions, counted, and red."""
+    broken = {f"plan/fp8/{phase}": "out of memory" for phase in ("prefill", "decode")}
+
+    found = run_gate(
+        tmp_path,
+        *("--variants", "fp16,fp8", "tests/gate/test_quality.py", "tests/gate/test_build.py"),
+        target="h200",
+        gpu=OLD_GPU,
+        stored=("fp16", "fp8"),
+        seeds=broken,
+    )
+
+    assert found.status == pytest.ExitCode.TESTS_FAILED
+    needed = "needs compute capability 8.9 or newer, device has 8.6 (NVIDIA H200)"
+    assert f"fp8: fp8: {needed}" in found.text
+    assert "out of memory" not in found.text
+    assert "xfailed" not in found.text
+    assert "failed" not in found.text.splitlines()[-1]
+    missing = line_of(found.text, "measured ").partition("not measured: ")[2]
+    assert missing.startswith("fp8/")
+    assert "fp16/" not in missing
+
+
 # Whole runs on stub engines
 
 ROWS = ("fp16", "fp8")

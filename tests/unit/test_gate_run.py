@@ -572,7 +572,7 @@ def test_update_stores_a_figure_to_compare_whatever_its_cell(run, folder, place)
 
 
 @pytest.mark.parametrize("verdict", ["failed", "inconclusive", "not measured"])
-def test_update_refuses_a_row_that_did_not_pass_and_says_why(run, folder, verdict):
+def test_B04_update_refuses_a_row_that_did_not_pass_and_says_why(run, folder, verdict):
     """B-04: one failed case keeps its old baseline; the other row is written."""
     run.cells = [cell("fp16"), cell("fp8", verdict=verdict)]
 
@@ -606,7 +606,7 @@ def test_update_refuses_a_row_with_a_cell_that_nobody_gave(run, folder):
     assert baselines.names(folder) == {"fp16"}
 
 
-def test_update_prints_old_and_new(run, folder):
+def test_B04_update_prints_old_and_new(run, folder):
     """A changed value shows both sides and the change, an unchanged row says so."""
     run.cells = [cell("fp16"), cell("fp8")]
     update_baselines(run)
@@ -618,7 +618,7 @@ def test_update_prints_old_and_new(run, folder):
     assert baselines.read(folder, "fp8").values == {KL: 7.7e-3}
 
 
-def test_update_keeps_every_other_row(run, folder):
+def test_B04_update_keeps_every_other_row(run, folder):
     """Rows that were not selected, and rows that were refused, keep their bytes."""
     run.cells = [cell("fp16"), cell("fp8")]
     update_baselines(run)
@@ -633,7 +633,7 @@ def test_update_keeps_every_other_row(run, folder):
     assert changed == {"fp16.json"}
 
 
-def test_update_replaces_a_corrupt_file_and_says_so(run, folder):
+def test_B04_update_replaces_a_corrupt_file_and_says_so(run, folder):
     """The line names what was wrong with the old file."""
     run.cells = [cell("fp16"), cell("fp8")]
     update_baselines(run)
@@ -668,7 +668,7 @@ def test_update_refuses_a_row_without_values(run, folder):
     assert baselines.names(folder) == {"fp16"}
 
 
-def test_update_refuses_a_non_finite_row_and_writes_the_next(run, folder):
+def test_B04_update_refuses_a_non_finite_row_and_writes_the_next(run, folder):
     """B-04: a value that is not finite is refused by name; other rows are written all the same."""
     run.cells = [cell("fp16"), cell("fp8")]
     run.values["fp16"][KL] = float("nan")

@@ -4,8 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-
-from tests.unit.gate_stubs import H200, contents, line_of, run_gate
+from gate_stubs import H200, contents, line_of, run_gate
 
 pytestmark = pytest.mark.skipif(find_spec("xdist") is None, reason="needs pytest-xdist")
 

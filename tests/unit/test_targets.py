@@ -14,6 +14,7 @@ from gptneo_trt.errors import RunError
 from gptneo_trt.targets import (
     TARGETS,
     Gpu,
+    format_mismatch,
     gpu_at_hand,
     gpu_mismatch,
     target_of_expression,
@@ -270,6 +271,22 @@ def test_device_names_are_looked_up_whole(name, targets):
     gpu = replace(H200, name=name)
     fits = {row.name for row in TARGETS.values() if gpu_mismatch(row, gpu) is None}
     assert fits == {"cpu", *targets}
+
+
+CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+OLDEST = {"fp32": "7.5", "fp16": "7.5", "fp8": "8.9", "nvfp4": "10.0"}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("number_format", OLDEST)
+def test_N08_formats_need_a_compute_capability(number_format, capability):
+    """FP8 runs from 8.9 on and NVFP4 from 10.0, compared as versions: 10.0 is newer than 8.9."""
+    fits = CAPABILITIES.index(capability) >= CAPABILITIES.index(OLDEST[number_format])
+    needed = f"needs compute capability {OLDEST[number_format]} or newer"
+
+    why = format_mismatch(number_format, capability)
+
+    assert why == (None if fits else f"{number_format}: {needed}, device has {capability}")
 
 
 @pytest.mark.parametrize("name", ["h200", "b200", "b300"])
