@@ -24,6 +24,7 @@ known_failures  what is expected to fail, where, and with which message, as rows
 runtime         plan -> ICudaEngine and context; what it computes in FP8
 engine          plan -> executor on the GPU
 cuda_graph      work on a GPU -> replay of one CUDA graph
+nvfp4           NVFP4: FP4 in blocks of 16 with FP8 block scales
 interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
 summation       the same sums in another order, as another processor adds them
