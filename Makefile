@@ -2,6 +2,7 @@
 #   make gate    the CPU gate: every row, from checkpoint to verdict
 #   make h200    the gate on a GPU host; also make b200, make b300
 #   make test    everything: unit tests, self-tests and the CPU gate
+#   make test-long  more of the tests that kill, mutate and race at random
 #   make check   ruff and mypy
 #   make measure what the gate costs: seconds cold and warm, peak memory
 # ARGS is handed to pytest: make gate ARGS="--variants fp16,fp8"
@@ -11,7 +12,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: gate h200 b200 b300 test check measure clean
+.PHONY: gate h200 b200 b300 test test-long check measure clean
 
 gate: $(READY)
 	$(BIN)/python -m pytest -m cpu tests/gate $(ARGS)
@@ -20,7 +21,10 @@ h200 b200 b300: $(READY)
 	$(BIN)/python -m pytest -m $@ $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -n 2 -m long $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -114,6 +114,16 @@ def _configure_xdist(config: pytest.Config) -> None:
         config.option.maxworkerrestart = config.option.maxworkerrestart or "0"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long forms of tests unless ``-m`` names them."""
+    if "long" in config.getoption("markexpr").split():
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Let one worker of ``pytest -n`` run tests that share fixtures: the gate, else a file."""
     if item.config.getoption("loadgroup", False):
