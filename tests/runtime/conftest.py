@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gptneo_trt.backend import Backend
@@ -21,9 +22,17 @@ from gptneo_trt.targets import Gpu, Target, gpu_mismatch
 from gptneo_trt.variants import VARIANTS
 from tests.gate.measurer import CONTEXT
 from tests.gate.selection import target_of
-from tests.unit.tiny import T0, fixed_scales, tiny_checkpoint
+from tests.unit.tiny import (
+    T0,
+    WINDOW_MUTANTS,
+    fixed_scales,
+    tiny_checkpoint,
+    with_divided_queries,
+    with_scores,
+)
 
 FOLDER = Path(__file__).parent
+SHORT = np.random.default_rng(5).integers(0, 64, (2, 12)).astype(np.int32)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,11 +56,19 @@ def runs_on(target: Target, gpu: Gpu | None) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoints() -> dict[str, Checkpoint]:
-    """Return T0 with room for 256 positions, and the bundled checkpoint."""
-    return {
-        "t0": tiny_checkpoint(replace(T0, max_positions=CONTEXT)),
-        "bundled": checkpoint_from_source("bundled"),
+    """Return T0 with room for 256 positions, what a port makes of it, and the bundled one."""
+    t0 = tiny_checkpoint(replace(T0, max_positions=CONTEXT))
+    mutants = {
+        name: replace(t0, architecture=replace(t0.architecture, **change))
+        for name, change in WINDOW_MUTANTS.items()
     }
+    small, large = (with_scores(t0, SHORT, scores) for scores in (5.0, 7e4))
+    scores = {
+        "scores of 5": small,
+        "scores of 5, divided": with_divided_queries(small, 4),
+        "scores of 7e4": large,
+    }
+    return {"t0": t0, **mutants, **scores, "bundled": checkpoint_from_source("bundled")}
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import changed, fixed_scales, kl_nats, tiny_checkpoint
+from tiny import (
+    WINDOW_MUTANTS,
+    fixed_scales,
+    kl_nats,
+    largest_score,
+    tiny_checkpoint,
+    with_divided_queries,
+    with_scores,
+)
 
 from gptneo_trt import decoder, reference
 from gptneo_trt.errors import RunError
@@ -93,14 +101,6 @@ def test_N01_float16_is_near_at_every_position(run, t0, expected, phase):
     assert kl.max() < 100 * NOISE_NATS
 
 
-WINDOW_MUTANTS = {
-    "local as global": {"attention_layers": ("global", "global")},
-    "global as local": {"attention_layers": ("local", "local")},
-    "window 5": {"window_size": 5},
-    "window 3": {"window_size": 3},
-}
-
-
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("change", WINDOW_MUTANTS.values(), ids=WINDOW_MUTANTS)
 def test_N01_window_mutants_are_rejected(run, t0, expected, phase, change):
@@ -112,41 +112,13 @@ def test_N01_window_mutants_are_rejected(run, t0, expected, phase, change):
     assert kl[:, first:].mean() > 100 * NOISE_NATS
 
 
-def largest_score(checkpoint, tokens):
-    """Return the largest |q.k| of any head, layer and pair of positions, from hooks."""
-    model = reference.torch_model(checkpoint, torch.float32)
-    found = {}
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "k_proj")):
-            module.register_forward_hook(
-                lambda module, inputs, output, name=name: found.update({name: output})
-            )
-    reference.logits(model, tokens)
-    heads = checkpoint.architecture.num_heads
-    largest = 0.0
-    for name, query in found.items():
-        if name.endswith("q_proj"):
-            key = found[name.replace("q_proj", "k_proj")]
-            split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key)]
-            largest = max(largest, float((split[0] @ split[1].transpose(-1, -2)).abs().max()))
-    return largest
-
-
-def with_scores(checkpoint, tokens, wanted):
-    """Return the checkpoint with q_proj and k_proj scaled so that |q.k| reaches ``wanted``."""
-    factor = np.float32(np.sqrt(wanted / largest_score(checkpoint, tokens)))
-    names = [name for name in checkpoint.weights if ".q_proj." in name or ".k_proj." in name]
-    return changed(checkpoint, dict.fromkeys(names, lambda weight: weight * factor))
-
-
 @pytest.mark.parametrize("phase", PHASES)
 def test_N02_scores_are_not_scaled(run, t0, phase):
     """(a) With |q.k| about 5 the network matches; dividing by sqrt(head width) is far off."""
     tokens = TOKENS[:, :12]
     checkpoint = with_scores(t0, tokens, 5.0)
     assert 4 < largest_score(checkpoint, tokens) < 6
-    queries = [name for name in checkpoint.weights if ".q_proj." in name]
-    divided = changed(checkpoint, dict.fromkeys(queries, lambda weight: weight / np.float32(4)))
+    divided = with_divided_queries(checkpoint, 4)
     expected = float32_logits(checkpoint, tokens)
     assert kl_nats(expected, run(checkpoint, tokens, "fp16", phase).logits).max() < NOISE_NATS
     mutant = kl_nats(expected, run(divided, tokens, "fp16", phase).logits)

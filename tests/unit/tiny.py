@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import torch
 from safetensors.numpy import save_file
 from scipy.special import log_softmax
 
+from gptneo_trt import reference
 from gptneo_trt.checkpoint import random_checkpoint, weights_sha256
 from gptneo_trt.data import Architecture, Scales
 from gptneo_trt.variants import VARIANTS
@@ -20,6 +22,13 @@ T0 = Architecture(
     window_size=4,
     attention_layers=("global", "local"),
 )
+# What a port gets wrong -> T0 with it: other weights are the same.
+WINDOW_MUTANTS = {
+    "local as global": {"attention_layers": ("global", "global")},
+    "global as local": {"attention_layers": ("local", "local")},
+    "window 5": {"window_size": 5},
+    "window 3": {"window_size": 3},
+}
 CONFIG = {
     "model_type": "gpt_neo",
     "vocab_size": 64,
@@ -54,6 +63,39 @@ def changed(checkpoint, changes):
     return replace(
         checkpoint, weights=weights, sha256=weights_sha256(checkpoint.architecture, weights)
     )
+
+
+def largest_score(checkpoint, tokens):
+    """Return the largest |q.k| of any head, layer and pair of positions, from hooks."""
+    model = reference.torch_model(checkpoint, torch.float32)
+    found = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "k_proj")):
+            module.register_forward_hook(
+                lambda module, inputs, output, name=name: found.update({name: output})
+            )
+    reference.logits(model, tokens)
+    heads = checkpoint.architecture.num_heads
+    largest = 0.0
+    for name, query in found.items():
+        if name.endswith("q_proj"):
+            key = found[name.replace("q_proj", "k_proj")]
+            split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key)]
+            largest = max(largest, float((split[0] @ split[1].transpose(-1, -2)).abs().max()))
+    return largest
+
+
+def with_scores(checkpoint, tokens, wanted):
+    """Return the checkpoint with q_proj and k_proj scaled so that |q.k| reaches ``wanted``."""
+    factor = np.float32(np.sqrt(wanted / largest_score(checkpoint, tokens)))
+    names = [name for name in checkpoint.weights if ".q_proj." in name or ".k_proj." in name]
+    return changed(checkpoint, dict.fromkeys(names, lambda weight: weight * factor))
+
+
+def with_divided_queries(checkpoint, factor):
+    """Return the checkpoint whose scores are divided, as by the square root of a head's width."""
+    queries = [name for name in checkpoint.weights if ".q_proj." in name]
+    return changed(checkpoint, dict.fromkeys(queries, lambda weight: weight / np.float32(factor)))
 
 
 def fixed_scales(checkpoint, amax=8.0):
