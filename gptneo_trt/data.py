@@ -259,6 +259,27 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class WorstToken:
+    """Hold one position at which a variant is far from the reference.
+
+    Attributes:
+        text: index of the text in its set.
+        position: of the token after which both predict.
+        kl_nats: KL(reference || obtained) there.
+        target: id of the true next token, -1 where the text has none.
+        expected: the reference's most likely tokens, (id, probability) each, falling.
+        obtained: the variant's.
+    """
+
+    text: int
+    position: int
+    kl_nats: float
+    target: int
+    expected: tuple[tuple[int, float], ...]
+    obtained: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class PairedDifference:
     """Hold current minus stored, averaged over the same positions.
 
@@ -338,6 +359,7 @@ class Measurement:
         logits: float32 [N, T, V] of the prose, kept for rows that are compared with another
             executor token by token; None otherwise.
         references: type -> provenance of the model that it was compared with.
+        worst: the positions of the prose with the largest KL to bf16, falling.
     """
 
     non_finite: str | None
@@ -345,6 +367,7 @@ class Measurement:
     agreement: Metrics | None = None
     logits: np.ndarray | None = None
     references: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    worst: tuple[WorstToken, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,11 @@
-"""Cells and measured values -> the tables at the end of a run, and ``results.json``."""
+"""Cells and measured values -> the tables at the end of a run, and of its reports."""
 
-import json
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-from gptneo_trt.data import Cell, Checkpoint, Provenance
+from gptneo_trt.data import Cell
+from gptneo_trt.results import Values
 from gptneo_trt.verdicts import UPDATE_IT, Key, coverage
-from gptneo_trt.whole_file import whole_file
 
-SCHEMA = 1
 WORST_FIRST = ("failed", "inconclusive", "not measured", "passed")
 HEADINGS = (
     "variant", "KL mean", "KL p99", "x floor", "top-1", "perplexity", "detects %", "plan MiB",
@@ -47,8 +41,6 @@ ALTERNATIVES_LEGEND = (
 PHASES = ("prefill", "decode")
 NOT_MEASURED = "- / -"
 
-Values = Mapping[str, float]  # flat names: "prefill/prose/bf16/kl_mean_nats", "prefill/plan_mib"
-
 
 def worst_verdict(cells: Sequence[Cell]) -> str:
     """Return the worst verdict among cells; "not measured" when there is none."""
@@ -64,13 +56,13 @@ def _pair(values: Values, name: str, form: str) -> str:
     return " / ".join(_number(values.get(f"{phase}/{name}"), form) for phase in PHASES)
 
 
-def table(
+def quality_rows(
     values: Mapping[str, Values],
     cells: Sequence[Cell],
     floor: Values,
     decisions: Mapping[str, str],
-) -> list[str]:
-    """Return the lines of the table, a row a variant in the order of ``values``.
+) -> list[tuple[str, ...]]:
+    """Return the texts under HEADINGS, a row a variant in the order of ``values``.
 
     Args:
         values: variant -> flat measured values.
@@ -96,7 +88,7 @@ def table(
                 f"{verdict} ({decisions[variant]})" if variant in decisions else verdict,
             )
         )
-    return _aligned([HEADINGS, *rows])
+    return rows
 
 
 def _floor_ratio(row: Values, floor: Values) -> str:
@@ -135,12 +127,15 @@ def improvements(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line a row, columns as wide as their longest text and two spaces."""
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the headings and a line a row, columns as wide as their longest text; [] of none."""
+    if not rows:
+        return []
+    lines = [headings, *rows]
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
     return [
-        "".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     ]
 
 
@@ -166,8 +161,8 @@ def _excess(row: Values, phase: str) -> str:
     return _interval(".1f", *(None if each is None else 100 * each / recipe for each in nats))
 
 
-def engine_table(values: Mapping[str, Values]) -> list[str]:
-    """Return what engines on a GPU add to ``table``, a row a variant; [] where nothing does.
+def engine_rows(values: Mapping[str, Values]) -> list[tuple[str, ...]]:
+    """Return the texts under ENGINE_HEADINGS, a row a variant; [] where no engine ran.
 
     Args:
         values: variant -> flat measured values.
@@ -186,11 +181,11 @@ def engine_table(values: Mapping[str, Values]) -> list[str]:
     ]
     if all(text == NOT_MEASURED for row in rows for text in row[1:]):
         return []
-    return _aligned([ENGINE_HEADINGS, *rows])
+    return rows
 
 
-def alternatives_table(floor: Values) -> list[str]:
-    """Return what else a user could run, fp16's engine first, then the fastest first a phase.
+def alternative_rows(floor: Values) -> list[tuple[str, ...]]:
+    """Return the texts under ALTERNATIVE_HEADINGS: fp16's engine, then the fastest first a phase.
 
     Args:
         floor: flat values of fp16, whose engine they were timed against.
@@ -212,7 +207,27 @@ def alternatives_table(floor: Values) -> list[str]:
         overhead = floor.get(f"{phase}/step_overhead_x")
         if overhead is not None:
             rows.append((phase, "step over bare engine", f"{overhead:.3f}", "-"))
-    return _aligned([ALTERNATIVE_HEADINGS, *rows]) if rows else []
+    return rows
+
+
+def table(
+    values: Mapping[str, Values],
+    cells: Sequence[Cell],
+    floor: Values,
+    decisions: Mapping[str, str],
+) -> list[str]:
+    """Return ``quality_rows`` as aligned lines."""
+    return _aligned(HEADINGS, quality_rows(values, cells, floor, decisions))
+
+
+def engine_table(values: Mapping[str, Values]) -> list[str]:
+    """Return ``engine_rows`` as aligned lines."""
+    return _aligned(ENGINE_HEADINGS, engine_rows(values))
+
+
+def alternatives_table(floor: Values) -> list[str]:
+    """Return ``alternative_rows`` as aligned lines."""
+    return _aligned(ALTERNATIVE_HEADINGS, alternative_rows(floor))
 
 
 def tables(
@@ -223,7 +238,7 @@ def tables(
 ) -> list[str]:
     """Return ``table``, then the tables of engines that have a row; a legend below each.
 
-    Arguments are those of ``table``.
+    Arguments are those of ``quality_rows``.
     """
     lines = [*table(values, cells, floor, decisions), LEGEND]
     for own, legend in (
@@ -244,70 +259,3 @@ def coverage_line(expected: Collection[Key], cells: Sequence[Cell]) -> str:
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         line += f"; not measured: {shown}"
     return line
-
-
-def _json(value: Any) -> Any:
-    """Return a value with "nan", "inf" or "-inf" in place of floats that JSON cannot hold."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {name: _json(each) for name, each in value.items()}
-    return value
-
-
-def _model(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "name": checkpoint.name,
-        "revision": checkpoint.revision,
-        "sha256": checkpoint.sha256,
-        "architecture": asdict(checkpoint.architecture),
-        "files": list(checkpoint.files),
-        "notes": list(checkpoint.notes),
-    }
-
-
-def results(
-    checkpoint: Checkpoint,
-    provenance: Provenance,
-    cells: Sequence[Cell],
-    expected: Collection[Key],
-    values: Mapping[str, Values],
-    optional: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the content of ``results.json``, schema 1.
-
-    ``cells`` is a list of ``variant``, ``phase``, ``metric``, ``obtained``, ``limit``,
-    ``baseline``, ``verdict``, ``reason`` and ``minimum_detectable``, in the metric's unit or null
-    where nothing is estimated; ``coverage`` counts ``measured`` and ``expected`` cells and lists
-    the ``missing`` ones; ``values`` holds everything measured, judged or not. Members of
-    ``optional`` are left out where they are empty: ``known_failures``, a line a cell that failed
-    as known; ``references``, what losses are to; ``timing``, what latencies are of.
-    """
-    measured, missing = coverage(expected, cells)
-    content = {
-        "schema": SCHEMA,
-        "target": provenance.target,
-        "model": _model(checkpoint),
-        "provenance": asdict(provenance),
-        "cells": [_json(asdict(cell)) for cell in cells],
-        "coverage": {
-            "measured": len(measured),
-            "expected": len(expected),
-            "missing": ["/".join(key) for key in sorted(missing)],
-        },
-        "values": {variant: _json(row) for variant, row in values.items()},
-    }
-    return content | {name: _json(part) for name, part in (optional or {}).items() if part}
-
-
-def write_results(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Write ``results.json`` into a folder, whole or not at all; return its path.
-
-    Raises:
-        ValueError: a value that JSON cannot hold, such as NaN.
-    """
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    path = folder / "results.json"
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return path

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from gptneo_trt import report
+from gptneo_trt import report, results
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import limits
+from tests.gate.reporting import results_of
 from tests.gate.run import GateRun
 from tests.gate.selection import target_of
 from tests.gate.storing import update_baselines
@@ -56,7 +57,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         run.written = _written(run)
     folder = config.getoption("--gate-report")
     if folder and run.checkpoint and run.provenance:
-        report.write_results(folder, run.report())
+        results.write_results(folder, results_of(run))
     unfinished = run.problems() or config.getoption("--update-baselines")
     if unfinished and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -11,19 +11,29 @@ import torch
 from gptneo_trt import decoder, metrics
 from gptneo_trt.backend import backend_named
 from gptneo_trt.checkpoint import checkpoint_from_source
-from gptneo_trt.data import Decoded, Measurement, Metrics, ReferenceDistribution, Scales, TextSet
+from gptneo_trt.data import (
+    Decoded,
+    Measurement,
+    Metrics,
+    ReferenceDistribution,
+    Scales,
+    TextSet,
+    WorstToken,
+)
 from gptneo_trt.decoder import Executor
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import build_network
 from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
+from gptneo_trt.token_profiles import worst_tokens
 from gptneo_trt.variants import Variant
 from tests.gate.last_rows import last_rows, padded
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS, Setup
 from tests.gate.references import TYPES, ScoredTexts, reference_logits
 from tests.gate.run import STORED_REFERENCE
 
+WORST_TOKENS = 8  # shown of each row
 TEXTS_AT_ONCE = 6  # sampled texts; more need more memory and, in a core's cache, more time
 
 
@@ -168,6 +178,14 @@ class Pipeline:
         """Return logits that another executor's are held against, where that says something."""
         return logits if self.setup.keep_logits and not variant.quantized else None
 
+    def _worst(self, logits: np.ndarray, found: Mapping[str, Metrics]) -> tuple[WorstToken, ...]:
+        """Return where logits [N, T, V] of the prose are furthest from the bf16 reference."""
+        reference = self.references["prefill"].get("bf16")
+        if reference is None:  # a second roll is compared with float32 alone
+            return ()
+        rows = logits.reshape(-1, logits.shape[-1])
+        return worst_tokens(reference, rows, found["prose/bf16"].tokens, WORST_TOKENS)
+
     def measure_prefill(
         self, variant: Variant, scales: Scales | None
     ) -> tuple[Measurement, np.ndarray]:
@@ -193,8 +211,8 @@ class Pipeline:
         found = compared("prose", self.references["prefill"], decoded.logits)
         for name, logits in rows.items():
             found |= compared(name, self.references[name], logits)
-        own = self._kept(variant, decoded.logits)
-        return Measurement(None, found, logits=own, references=self.provenances), kept
+        own, worst = self._kept(variant, decoded.logits), self._worst(decoded.logits, found)
+        return Measurement(None, found, None, own, self.provenances, worst), kept
 
     def measure_decode(
         self, variant: Variant, scales: Scales | None, prefill_logits: np.ndarray

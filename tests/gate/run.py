@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptneo_trt import baselines, report
+from gptneo_trt import baselines, token_profiles
 from gptneo_trt.backend import Backend
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import (
@@ -77,6 +77,7 @@ class GateRun:
         hashes: variant -> "scales", "<phase>/network", "<phase>/plan" -> SHA-256 of what was built.
         references: type -> provenance of the model that losses are to.
         unresolved: variant -> "<phase>/regression/<metric>" -> why its noise is too large to store.
+        profiles: variant -> phase -> what a report shows of the values a token.
     """
 
     expected: set[Key] = field(default_factory=set)
@@ -96,6 +97,7 @@ class GateRun:
     references: dict[str, Mapping[str, str]] = field(default_factory=dict)
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     unresolved: dict[str, dict[str, str]] = field(default_factory=dict)
+    profiles: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)
 
     def portable(self) -> "GateRun":
         """Return what another process needs to report this run: no weights, no values a token."""
@@ -112,6 +114,7 @@ class GateRun:
             (self.values, other.values),
             (self.hashes, other.hashes),
             (self.unresolved, other.unresolved),
+            (self.profiles, other.profiles),
         ):
             for variant, row in others.items():
                 own.setdefault(variant, {}).update(row)
@@ -158,8 +161,17 @@ class GateRun:
             row |= {f"{phase}/{name}/{metric}": value for metric, value in found.values.items()}
         for metric, (values, _) in regression_values(measured).items():
             tokens[f"{phase}/{BASELINE_PREFIX}{metric}"] = values
+        if "prose/bf16" in measured.metrics:
+            self.add_profile(variant, phase, measured.metrics["prose/bf16"].tokens)
         if measured.agreement:
             row["decode/agreement/kl_mean_nats"] = measured.agreement.values["kl_mean_nats"]
+
+    def add_profile(self, variant: str, phase: str, tokens: TokenMetrics) -> None:
+        """Keep the KL of the prose to bf16 over position, and its distribution over tokens."""
+        self.profiles.setdefault(variant, {}).setdefault(phase, {}).update(
+            kl_over_position_nats=token_profiles.kl_over_position(tokens),
+            kl_distribution_tokens=token_profiles.kl_distribution(tokens),
+        )
 
     def add_noise(
         self, variant: str, phase: str, first: Measurement, second: Measurement, *, is_bound: bool
@@ -243,22 +255,6 @@ class GateRun:
     def problems(self) -> list[str]:
         """Return everything that keeps this run from being green."""
         return problems(self.expected, self.cells) if self.expected else []
-
-    def report(self) -> dict[str, object]:
-        """Return the content of ``results.json``."""
-        return report.results(
-            self.checkpoint,
-            self.provenance,
-            self.cells,
-            self.expected,
-            self.values,
-            {
-                "hashes": self.hashes,
-                "known_failures": self.known_failures,
-                "references": self.references,
-                "timing": self.timing,
-            },
-        )
 
 
 def baseline_key(

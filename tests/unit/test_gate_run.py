@@ -24,6 +24,7 @@ from gptneo_trt.errors import BaselineError
 from gptneo_trt.scales import ranges_from_values
 from gptneo_trt.targets import TARGETS, Gpu
 from gptneo_trt.variants import VARIANTS
+from tests.gate.reporting import results_of
 from tests.gate.run import GateRun, baseline_key, regression_tokens, stored_baseline
 from tests.gate.storing import UNSTORED, update_baselines
 
@@ -703,10 +704,11 @@ def test_report_has_exactly_these_members(run, t0):
         cell("fp8", REGRESSION, "not measured"),
     ]
 
-    found = run.report()
+    found = results_of(run)
 
     assert list(found) == [
-        "schema", "target", "model", "provenance", "cells", "coverage", "values",
+        "schema", "target", "model", "provenance", "cells", "coverage", "values", "rows",
+        "ship_limits",
     ]  # fmt: skip
     assert found["schema"] == 1
     assert found["target"] == "cpu/made-up-1.0"
@@ -719,13 +721,16 @@ def test_report_has_exactly_these_members(run, t0):
         "missing": [f"fp16/prefill/{REGRESSION}", f"fp8/prefill/{REGRESSION}"],
     }
     assert found["values"]["fp8"] == {KL: 7e-3}
+    assert list(found["rows"]) == list(VARIANTS)
+    assert found["rows"]["fp8-c_fc"]["settings"]["quantized"] == ("c_fc",)
+    assert found["ship_limits"]["floor_ratio_x"] == {"direction": "at most", "value": 2.0}
 
 
 def test_report_lists_known_failures_and_what_was_timed(run):
     """Both only where there are some."""
     run.known_failures, run.timing = ["fp8/decode/build: made up"], {"context": 256}
 
-    found = run.report()
+    found = results_of(run)
 
     assert found["known_failures"] == ["fp8/decode/build: made up"]
     assert found["timing"] == {"context": 256}

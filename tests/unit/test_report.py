@@ -1,14 +1,11 @@
 """The report: the tables' lines, the coverage line, and the exact shape of results.json."""
 
-import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gptneo_trt import report
 from gptneo_trt.data import Cell, Provenance
@@ -405,89 +402,3 @@ def test_coverage_ignores_cells_that_nobody_expected():
     line = report.coverage_line(EXPECTED[:1], [cell("fp8_v2", "passed")])
 
     assert line == "measured 0 of 1 cells; not measured: fp8/prefill/kl_mean_nats"
-
-
-# results.json
-
-
-@pytest.fixture
-def results(t0):
-    """Return results of one passed and one missing cell."""
-    cells = [cell("fp16", "passed")]
-    return report.results(t0, PROVENANCE, cells, EXPECTED, {"fp16": FP16})
-
-
-def test_results_have_exactly_this_shape(results, t0):
-    """Members, the nine keys of a cell, and coverage; readers may rely on schema 1."""
-    assert results == {
-        "schema": 1,
-        "target": "cpu/made-up-1.0",
-        "model": {
-            "name": t0.name,
-            "revision": "",
-            "sha256": t0.sha256,
-            "architecture": asdict(t0.architecture),
-            "files": [],
-            "notes": list(t0.notes),
-        },
-        "provenance": {
-            "target": "cpu/made-up-1.0",
-            "commit": "4446f63",
-            "date": "2026-01-02T03:04:05+00:00",
-            "command": "pytest -m cpu",
-            "versions": {},
-            "machine": "",
-            "gpu": {},
-        },
-        "cells": [
-            {
-                "variant": "fp16",
-                "phase": "prefill",
-                "metric": "kl_mean_nats",
-                "obtained": 0.1,
-                "limit": "at most 1",
-                "baseline": None,
-                "verdict": "passed",
-                "reason": "made up",
-                "minimum_detectable": None,
-            }
-        ],
-        "coverage": {"measured": 1, "expected": 2, "missing": ["fp8/prefill/kl_mean_nats"]},
-        "values": {"fp16": FP16},
-    }
-
-
-def test_results_hold_optional_members_where_there_is_something_in_them(results, t0):
-    """They are additions to schema 1, kept as they were given; an empty one is left out."""
-    failures = ["fp8/decode/build: refused by this version"]
-    timing = {"regions": {"decode": {"timed": "one step"}}, "rounds": 30, "replays": {"decode": 10}}
-
-    optional = {"known_failures": failures, "references": {}, "timing": timing}
-    found = report.results(
-        t0, PROVENANCE, [cell("fp16", "passed")], EXPECTED, {"fp16": FP16}, optional
-    )
-
-    assert found == results | {"known_failures": failures, "timing": timing}
-    assert json.loads(json.dumps(found, allow_nan=False))["timing"] == timing
-
-
-def test_written_results_are_read_back_equal(results, tmp_path):
-    """The file holds the results and nothing lies beside it; its folder is made."""
-    path = report.write_results(tmp_path / "a" / "b", results)
-
-    assert path == tmp_path / "a" / "b" / "results.json"
-    assert json.loads(path.read_text()) == json.loads(json.dumps(results))
-    assert [each.name for each in path.parent.iterdir()] == ["results.json"]
-
-
-@given(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-def test_results_that_json_cannot_hold_are_refused(tmp_path_factory, bad):
-    """The bare tokens NaN and Infinity are not written, and the old file stays as it was."""
-    folder = tmp_path_factory.mktemp("report")
-    report.write_results(folder, {"schema": 1})
-
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        report.write_results(folder, {"values": {"fp8": {"kl_mean_nats": bad}}})
-
-    assert json.loads((folder / "results.json").read_text()) == {"schema": 1}
-    assert len(list(folder.iterdir())) == 1

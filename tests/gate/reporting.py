@@ -1,0 +1,42 @@
+"""What a run found, with the tables that judged it -> the content of ``results.json``."""
+
+from dataclasses import asdict
+
+from gptneo_trt import results
+from gptneo_trt.data import Checkpoint
+from gptneo_trt.variants import VARIANTS
+from tests.gate import limits
+from tests.gate.run import GateRun
+
+
+def results_of(run: GateRun) -> dict[str, object]:
+    """Return the content of ``results.json``; every report is made from it alone."""
+    more = {
+        "hashes": run.hashes,
+        "known_failures": run.known_failures,
+        "references": run.references,
+        "rows": _rows(run.checkpoint),
+        "ship_limits": {
+            name: {"direction": bound.direction, "value": float(bound.value)}
+            for name, bound in limits.SHIP_LIMITS.items()
+        },
+        "timing": run.timing,
+        "token_profiles": run.profiles,
+    }
+    return results.results(
+        run.checkpoint, run.provenance, run.cells, run.expected, run.values, more
+    )
+
+
+def _rows(checkpoint: Checkpoint) -> dict[str, dict[str, object]]:
+    """Return each row of VARIANTS, selected or not -> summary, decision and what it builds."""
+    decisions = limits.DECISIONS.get(checkpoint.name, {})
+    described = {name: asdict(row) for name, row in VARIANTS.items()}
+    return {
+        name: {
+            "summary": row.pop("summary"),
+            "decision": decisions.get(row.pop("name"), ""),
+            "settings": row,
+        }
+        for name, row in described.items()
+    }
