@@ -37,7 +37,7 @@ measure: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; do: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[rtx,calibration,test,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[rtx,calibration,report,test,dev]'
 	touch $(READY)
 
 clean:

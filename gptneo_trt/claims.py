@@ -72,19 +72,23 @@ def decisions(results: Results) -> list[Decision]:
         cell = cell_of(results, variant, *SHIP)
         if cell:
             outcome = OUTCOMES.get(cell["obtained"], str(cell["obtained"]))
-            found.append(Decision(variant, decision, outcome, cell["reason"]))
+            reason = cell["reason"].rpartition(f"{cell['obtained']}: ")[2]
+            found.append(Decision(variant, decision, outcome, reason))
         elif decision:
             found.append(Decision(variant, decision, "not measured", ""))
     return found
 
 
 def quality_claims(results: Results) -> list[str]:
-    """Return what the run says of quality, one sentence a group of rows and one a scaled row."""
+    """Return what the run says of quality, one sentence a group of rows and one a scaled row.
+
+    The figure of a row is its KL over the fp16 row's, in prefill.
+    """
     by_outcome: dict[str, list[str]] = {}
     for each in decisions(results):
         by_outcome.setdefault(each.outcome, []).append(each.variant)
     claims = [
-        f"{_count(rows)} measured {outcome}: {_named(results, rows)}."
+        f"{_count(rows)} {outcome} (KL over the {FLOOR} row's, prefill): {_named(results, rows)}."
         for outcome in OUTCOMES.values()
         if (rows := by_outcome.get(outcome))
     ]
@@ -96,7 +100,7 @@ def _named(results: Results, rows: Iterable[str]) -> str:
     told = []
     for variant in rows:
         ratio = results["values"].get(variant, {}).get("prefill/prose/bf16/floor_ratio_x")
-        told.append(variant if ratio is None else f"{variant} ({ratio:.1f} x the {FLOOR} row's KL)")
+        told.append(variant if ratio is None else f"{variant} ({ratio:.1f} x)")
     return ", ".join(told)
 
 

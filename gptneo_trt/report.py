@@ -70,7 +70,7 @@ def quality_rows(
         floor: flat values of the variant whose KL is 1 x floor.
         decisions: variant -> "shipped" or "studied".
     """
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for variant, row in values.items():
         own = [cell for cell in cells if cell.variant == variant]
         verdict = worst_verdict(own)
@@ -167,7 +167,7 @@ def engine_rows(values: Mapping[str, Values]) -> list[tuple[str, ...]]:
     Args:
         values: variant -> flat measured values.
     """
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             variant,
             " / ".join(_speedup(row, phase) for phase in PHASES),
@@ -190,7 +190,7 @@ def alternative_rows(floor: Values) -> list[tuple[str, ...]]:
     Args:
         floor: flat values of fp16, whose engine they were timed against.
     """
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for phase in PHASES:
         prefix = f"{phase}/alternative/"
         times = sorted(

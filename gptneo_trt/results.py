@@ -12,6 +12,7 @@ from gptneo_trt.verdicts import Key, coverage
 from gptneo_trt.whole_file import whole_file
 
 SCHEMA = 1
+NON_FINITE = ("nan", "inf", "-inf")  # as str() gives them
 Values = Mapping[str, float]  # flat names: "prefill/prose/bf16/kl_mean_nats", "prefill/plan_mib"
 
 
@@ -22,6 +23,23 @@ def _json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _json(each) for name, each in value.items()}
     return value
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """Return the content of ``results.json``, with the floats that JSON cannot hold.
+
+    Raises:
+        OSError, ValueError: no such file, or no JSON.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["values"] = {variant: _read(row) for variant, row in content["values"].items()}
+    content["cells"] = [_read(cell) for cell in content["cells"]]
+    return content
+
+
+def _read(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same members, the texts of floats that JSON cannot hold as these floats."""
+    return {name: float(each) if each in NON_FINITE else each for name, each in row.items()}
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:

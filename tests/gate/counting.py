@@ -6,16 +6,15 @@ found when they end; a worker that dies sends nothing, so its cells are missing 
 """
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptneo_trt import report, results
+from gptneo_trt import report
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import limits
-from tests.gate.reporting import results_of
+from tests.gate.reporting import write_reports
 from tests.gate.run import GateRun
 from tests.gate.selection import target_of
 from tests.gate.storing import update_baselines
@@ -57,7 +56,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         run.written = _written(run)
     folder = config.getoption("--gate-report")
     if folder and run.checkpoint and run.provenance:
-        results.write_results(folder, results_of(run))
+        run.reports = write_reports(folder, run)
     unfinished = run.problems() or config.getoption("--update-baselines")
     if unfinished and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -94,9 +93,8 @@ def pytest_terminal_summary(
             "--update-baselines; this run fails",
             red=True,
         )
-    if config.getoption("--gate-report") and run.checkpoint and run.provenance:
-        path = Path(config.getoption("--gate-report")) / "results.json"
-        terminalreporter.write_line(f"report: {path}")
+    for line in run.reports:
+        terminalreporter.write_line(f"report: {line}")
     for line in run.refusal.splitlines():
         terminalreporter.write_line(line, red=True)
     left_out = f"; {run.deselected} more deselected" if run.deselected else ""

@@ -38,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gate-report",
         metavar="DIR",
         type=Path,
-        help="write results.json into this folder; write --gate-report=DIR, since pytest takes a "
-        "separate, existing folder for a place of tests",
+        help="write results.json, report.md and report.html into this folder; write "
+        "--gate-report=DIR, since pytest takes a separate, existing folder for a place of tests",
     )
     group.addoption(
         "--gate-cache",

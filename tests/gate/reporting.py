@@ -1,6 +1,7 @@
-"""What a run found, with the tables that judged it -> the content of ``results.json``."""
+"""What a run found, with the tables that judged it -> ``results.json`` and the reports."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 from gptneo_trt import results
 from gptneo_trt.data import Checkpoint
@@ -26,6 +27,15 @@ def results_of(run: GateRun) -> dict[str, object]:
     return results.results(
         run.checkpoint, run.provenance, run.cells, run.expected, run.values, more
     )
+
+
+def write_reports(folder: Path, run: GateRun) -> list[str]:
+    """Write ``results.json``, ``report.md`` and ``report.html``; return a line a file."""
+    # Only here: most runs write no report, and jinja2 takes a while.
+    from gptneo_trt import render
+
+    path = results.write_results(folder, results_of(run))
+    return [str(path), *render.write_reports(folder, results.read_results(path))]
 
 
 def _rows(checkpoint: Checkpoint) -> dict[str, dict[str, object]]:

@@ -70,6 +70,7 @@ class GateRun:
         tokens: variant -> flat values a token.
         checkpoint, provenance, key, folder: of this run; None before a fixture set them.
         written: a line a change of a baseline.
+        reports: a line a file of the report.
         told: refusals that were printed in full.
         refusal: why nothing can be measured here, and what to do; "" otherwise.
         known_failures: cells that failed as a row of KNOWN_FAILURES says, a line each.
@@ -90,6 +91,7 @@ class GateRun:
     key: Mapping[str, object] = field(default_factory=dict)
     folder: Path | None = None
     written: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
     refusal: str = ""
     known_failures: list[str] = field(default_factory=list)

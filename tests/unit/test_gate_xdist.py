@@ -32,7 +32,7 @@ def test_P02_a_green_run_reports_what_one_process_reports(tmp_path, distribution
         found = on_cpu(root, *options, f"--gate-report={root / 'report'}", "tests/gate")
         assert found.status == 0, found.text
         assert line_of(found.text, "fp8 ")
-        assert line_of(found.text, "report: ")
+        assert line_of(found.text, f"report: {root / 'report' / 'results.json'}")
         assert contents(found.folder) == found.before
 
     alone, two = (

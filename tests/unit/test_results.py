@@ -1,6 +1,7 @@
 """results.json: its shape, what it may hold, and that it is written whole."""
 
 import json
+import math
 from dataclasses import asdict
 
 import pytest
@@ -99,3 +100,20 @@ def test_results_that_json_cannot_hold_are_refused(tmp_path_factory, bad):
 
     assert json.loads((folder / "results.json").read_text()) == {"schema": 1}
     assert len(list(folder.iterdir())) == 1
+
+
+def test_values_that_json_cannot_hold_are_read_back(t0, tmp_path):
+    """NaN and infinity are texts in the file and floats again to whoever reads it."""
+    values = {"fp16": {"kl_mean_nats": float("nan"), "perplexity": float("inf"), "plan_mib": 1.0}}
+    cells = [
+        cell("fp16", "failed", obtained=float("-inf")),
+        cell("fp8", "passed", obtained="built"),
+    ]
+    path = results.write_results(tmp_path, results.results(t0, PROVENANCE, cells, EXPECTED, values))
+
+    found = results.read_results(path)
+
+    row = found["values"]["fp16"]
+    assert math.isnan(row["kl_mean_nats"])
+    assert (row["perplexity"], row["plan_mib"]) == (math.inf, 1.0)
+    assert [each["obtained"] for each in found["cells"]] == [-math.inf, "built"]
