@@ -25,6 +25,13 @@ def kl_over_position(tokens: TokenMetrics) -> list[float]:
     return [float(mean) for mean in sums / np.bincount(bins)]
 
 
+def kl_by_text(tokens: TokenMetrics) -> list[float]:
+    """Return the mean KL, nats a token, of each text, in the order of the texts."""
+    _, text = np.unique(tokens.text, return_inverse=True)
+    sums = np.bincount(text, weights=tokens.kl_nats)
+    return [float(mean) for mean in sums / np.bincount(text)]
+
+
 def kl_distribution(tokens: TokenMetrics) -> list[int]:
     """Return how many tokens lie between two KL_EDGES_NATS; what is beyond counts at the ends."""
     inside = np.clip(tokens.kl_nats, KL_EDGES_NATS[0], KL_EDGES_NATS[-1])

@@ -169,8 +169,9 @@ class GateRun:
             row["decode/agreement/kl_mean_nats"] = measured.agreement.values["kl_mean_nats"]
 
     def add_profile(self, variant: str, phase: str, tokens: TokenMetrics) -> None:
-        """Keep the KL of the prose to bf16 over position, and its distribution over tokens."""
+        """Keep the KL of the prose to bf16 over position and texts, and its distribution."""
         self.profiles.setdefault(variant, {}).setdefault(phase, {}).update(
+            kl_by_text_nats=token_profiles.kl_by_text(tokens),
             kl_over_position_nats=token_profiles.kl_over_position(tokens),
             kl_distribution_tokens=token_profiles.kl_distribution(tokens),
         )

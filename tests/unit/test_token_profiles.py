@@ -33,6 +33,11 @@ def test_kl_over_position_is_the_mean_of_each_bin():
     assert token_profiles.kl_over_position(tokens_of(np.r_[long, short], text)) == [2.0, 5.0]
 
 
+def test_kl_by_text_is_the_mean_of_each_text():
+    """Ragged texts, whatever their index."""
+    assert token_profiles.kl_by_text(tokens_of([1, 3, 5], [0, 0, 7])) == [2.0, 5.0]
+
+
 @given(st.lists(st.floats(-1e-12, 1e6), min_size=1, max_size=50))
 def test_every_token_is_in_the_distribution(kl_nats):
     """Also one below the first edge, above the last or, by rounding, below zero."""
