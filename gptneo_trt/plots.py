@@ -101,9 +101,9 @@ def _quality_against_speed(results: Results, phase: str) -> Plot | None:
         axes.scatter([1.0], [1.0], color=INK, marker="s", zorder=3)
         axes.annotate(FLOOR, (1.0, 1.0), xytext=(4, 4), textcoords="offset points")
         axes.scatter(x, y, color=COLOURS[0], zorder=3)
-        for row, place in zip(rows, zip(x, y, strict=True), strict=True):
-            label = row.removeprefix("fp8-")
-            axes.annotate(label, place, xytext=(4, 3), textcoords="offset points", fontsize=7)
+        for row in _front({row: (timed[row][0], ratios[row]) for row in rows}):
+            place = timed[row][0], ratios[row]
+            axes.annotate(row, place, xytext=(5, 3), textcoords="offset points", fontsize=8)
         axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
         if limit:
             axes.axhspan(axes.get_ylim()[0], limit["value"], color=COLOURS[2], alpha=0.15)
@@ -112,9 +112,22 @@ def _quality_against_speed(results: Results, phase: str) -> Plot | None:
 
     caption = (
         f"To the right of the dotted line a row is faster than {FLOOR} in {phase}; in the shaded "
-        "band its KL to the bf16 reference may ship. A row that has both is in the band's right."
+        "band its KL to the bf16 reference may ship. Named are the rows that no other row beats in "
+        "both; the table has all figures."
     )
     return _drawn(f"speed-{phase}", f"Quality against speed, {phase}", caption, draw, 4.2)
+
+
+def _front(rows: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return the rows of which no other is at least as fast with at most the loss."""
+    return [
+        row
+        for row, (ratio, loss) in rows.items()
+        if not any(
+            other != row and faster >= ratio and lower <= loss
+            for other, (faster, lower) in rows.items()
+        )
+    ]
 
 
 def _loss_of_kinds(results: Results) -> Plot | None:
