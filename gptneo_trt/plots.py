@@ -208,6 +208,6 @@ def _plan_sizes(results: Results) -> Plot | None:
         axes.set_yticks(range(len(sizes)), list(sizes))
         axes.invert_yaxis()
         axes.set(xlabel="plan, MiB")
-        axes.legend()
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
     return _drawn("plans", "Plan size", "Serialized engines.", draw, 0.8 + 0.26 * len(sizes))
