@@ -20,7 +20,7 @@ from gptneo_trt.backend import Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
 from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest, build_plan
-from gptneo_trt.scales import constant_scales, read_scales, scales_path, write_scales
+from gptneo_trt.scales import constant_scales, kept_scales, scales_path
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
@@ -153,12 +153,12 @@ def scales(
         return constant_scales(checkpoint, modules)
     measurer, text = request.getfixturevalue("measurer"), texts["calibration"]
     path = scales_path(pytestconfig.getoption("--gate-cache"), checkpoint, text)
-    found = read_scales(path, checkpoint, text, modules)
-    if found is None:
+
+    def calibrated() -> Scales:
         progress(pytestconfig, f"calibrating {len(modules)} projections with ModelOpt ")
-        found = measurer.calibrate(text, modules)
-        write_scales(path, found)
-    return found
+        return measurer.calibrate(text, modules)
+
+    return kept_scales(path, checkpoint, text, modules, calibrated)
 
 
 @pytest.fixture(scope="session")

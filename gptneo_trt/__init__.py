@@ -3,11 +3,15 @@
 errors          the error tree
 data            what travels between the stages
 variants        what can be built, as rows
+json_file       a JSON object that anybody may have written -> dict, within bounds
 architecture    config.json -> Architecture
+stored_tensors  one safetensors file -> its tensors
 weights         safetensors, single or sharded -> arrays
 hub             one pinned commit of the hub -> folder, offline first
+hub_worker      the child process that downloads it
 checkpoint      hub id, folder, bundled or random -> Checkpoint
 text_sources    where the texts are, as rows
+tokenizer       tokenizer.json, of GPT-Neo's kind only -> Tokenizer
 texts           text -> token ids with hashes and counts
 reference       Checkpoint -> Hugging Face model -> logits
 calibrate       Hugging Face model, tokens -> Scales
@@ -17,7 +21,8 @@ layers          pieces of a network: linear, layer norm, attention, quantize-deq
 network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
 inspection      INetworkDefinition -> which projections are quantized; its fingerprint
 plans           network -> plan, in a child process; the plan cache
-plan_worker     the child process
+plan_worker     the child process that builds one
+child_process   how a child process ended; that it ends with its parent
 targets         which GPU is here, and what each target needs
 gpu_watch       clocks, temperature, throttling and other processes of a GPU while it is timed
 known_failures  what is expected to fail, where, and with which message, as rows
@@ -37,10 +42,16 @@ paired          differences to a stored run, paired a token
 ratios          loss over the floor's, perplexity over the reference's, top-1 drop; with bounds
 baselines       Metrics <-> baselines/; differences
 token_values    values a token <-> .tokens.npz
+token_profiles  values a token -> KL over position, its distribution, the worst tokens
 verdicts        value, limit, baseline -> Cell
 engine_verdicts time ratio, engine excess -> Cell
 scale_verdicts  calibrated ranges, stored ranges -> Cell
-report          Cells -> terminal table and results.json
+results         Cells, values -> results.json
+claims          results.json -> what may be said of each row
+report          Cells, values -> the tables
+plots           results.json -> SVG
+render          results.json -> report.md and report.html
+compare         two results.json -> which cells changed beyond noise
 provenance      commit, versions, machine
 whole_file      write files that appear whole or not at all
 

@@ -1,7 +1,7 @@
 """Read the ``config.json`` of GPT-Neo: what the graph needs, or every reason why not."""
 
-import math
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any
 
 from gptneo_trt.data import Architecture
@@ -14,6 +14,10 @@ DEFAULT_ATTENTION_TYPES = [[["global", "local"], 12]]
 DEFAULT_WINDOW_SIZE = 256
 DEFAULT_ACTIVATION = "gelu_new"
 DEFAULT_EPSILON = 1e-5
+# GPT-Neo 2.7B has 32; a pattern is written out up to here.
+MAX_LAYERS = 1024
+# TensorRT's own limit of a dimension is that of int32.
+MAX_SIZE = 2**31 - 1
 
 
 def architecture_from_config(config: Mapping[str, Any], file_name: str) -> Architecture:
@@ -34,7 +38,7 @@ def architecture_from_config(config: Mapping[str, Any], file_name: str) -> Archi
     """
     wrong: list[str] = []
     if config.get("model_type") != "gpt_neo":
-        wrong.append(f"model_type: obtained {config.get('model_type')!r}, expected 'gpt_neo'")
+        wrong.append(f"model_type: obtained {short(config.get('model_type'))}, expected 'gpt_neo'")
     if config.get("quantization_config") is not None:
         wrong.append("quantization_config: obtained one, expected unquantized weights")
     sizes = {
@@ -44,7 +48,7 @@ def architecture_from_config(config: Mapping[str, Any], file_name: str) -> Archi
         "max_positions": _size(config, ("max_position_embeddings",), wrong),
         "window_size": _size(config, ("window_size",), wrong, DEFAULT_WINDOW_SIZE),
     }
-    num_layers = _size(config, ("num_layers", "num_hidden_layers"), wrong)
+    num_layers = _size(config, ("num_layers", "num_hidden_layers"), wrong, most=MAX_LAYERS)
     hidden_size, num_heads = sizes["hidden_size"], sizes["num_heads"]
     if hidden_size and num_heads and hidden_size % num_heads:
         wrong.append(f"hidden_size {hidden_size}: expected a multiple of num_heads {num_heads}")
@@ -63,7 +67,11 @@ def architecture_from_config(config: Mapping[str, Any], file_name: str) -> Archi
 
 
 def _size(
-    config: Mapping[str, Any], names: tuple[str, ...], wrong: list[str], default: int = 0
+    config: Mapping[str, Any],
+    names: tuple[str, ...],
+    wrong: list[str],
+    default: int = 0,
+    most: int = MAX_SIZE,
 ) -> int:
     """Return a positive integer under any of its names, ``default`` if null or absent, else 0."""
     found = {name: config[name] for name in names if config.get(name) is not None}
@@ -74,10 +82,13 @@ def _size(
         wrong.append(f"{label}: obtained nothing, expected a positive integer")
         return 0
     if len(found) > 1 and len(set(map(repr, found.values()))) > 1:
-        wrong.append(f"{label}: obtained {found}, expected equal values")
+        wrong.append(f"{label}: obtained {short(found)}, expected equal values")
     value = next(iter(found.values()))
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        wrong.append(f"{label}: obtained {value!r}, expected a positive integer")
+        wrong.append(f"{label}: obtained {short(value)}, expected a positive integer")
+        return 0
+    if value > most:
+        wrong.append(f"{label}: obtained {value}, expected at most {most}")
         return 0
     return value
 
@@ -96,14 +107,14 @@ def _attention_layers(
     if not isinstance(layers, list | tuple) or not all(isinstance(name, str) for name in layers):
         obtained = types if layers is None else layers
         wrong.append(
-            f"{origin}: obtained {obtained!r}, expected a list of names (attention_layers) or "
-            '[[["global", "local"], repeats]] (attention_types)'
+            f"{origin}: obtained {short(obtained)}, expected a list of names (attention_layers) or "
+            f'[[["global", "local"], repeats]] (attention_types), at most {MAX_LAYERS} layers'
         )
         return ()
     for layer, name in enumerate(layers):
         if name not in ATTENTION_NAMES:
             wrong.append(
-                f"{origin}: obtained {name!r} for layer {layer}, "
+                f"{origin}: obtained {short(name)} for layer {layer}, "
                 f"expected one of {list(ATTENTION_NAMES)}"
             )
     if num_layers and len(layers) != num_layers:
@@ -112,13 +123,15 @@ def _attention_layers(
 
 
 def _expanded(types: Any) -> list[str] | None:
-    """Return [[names, repeats], ...] as one name a layer, or None where it is malformed."""
+    """Return [[names, repeats], ...] as one name a layer; None if malformed or too many."""
     if not isinstance(types, list | tuple):
         return None
     layers: list[str] = []
     for item in types:
         pair = isinstance(item, list | tuple) and len(item) == 2
         if not pair or not isinstance(item[0], list | tuple) or type(item[1]) is not int:
+            return None
+        if not 0 <= item[1] <= MAX_LAYERS or len(layers) + len(item[0]) * item[1] > MAX_LAYERS:
             return None
         layers += list(item[0]) * item[1]
     return layers
@@ -127,15 +140,17 @@ def _expanded(types: Any) -> list[str] | None:
 def _activation(config: Mapping[str, Any], wrong: list[str]) -> str:
     name = config.get("activation_function", DEFAULT_ACTIVATION)
     if name not in ACTIVATIONS:
-        wrong.append(f"activation_function: obtained {name!r}, expected one of {list(ACTIVATIONS)}")
+        wrong.append(
+            f"activation_function: obtained {short(name)}, expected one of {list(ACTIVATIONS)}"
+        )
     return str(name)
 
 
 def _epsilon(config: Mapping[str, Any], wrong: list[str]) -> float:
     value = config.get("layer_norm_epsilon", DEFAULT_EPSILON)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        wrong.append(f"layer_norm_epsilon: obtained {value!r}, expected a positive number")
+    if not number or not 0 < value <= 1:
+        wrong.append(f"layer_norm_epsilon: obtained {short(value)}, expected above 0, at most 1")
         return DEFAULT_EPSILON
     return float(value)
 
@@ -143,5 +158,5 @@ def _epsilon(config: Mapping[str, Any], wrong: list[str]) -> float:
 def _tied_head(config: Mapping[str, Any], wrong: list[str]) -> bool:
     value = config.get("tie_word_embeddings", True)
     if not isinstance(value, bool):
-        wrong.append(f"tie_word_embeddings: obtained {value!r}, expected true or false")
+        wrong.append(f"tie_word_embeddings: obtained {short(value)}, expected true or false")
     return bool(value)

@@ -1,9 +1,9 @@
 """Stored measurements <-> ``baselines/<target>/<model>/<variant>.json``; the only writer.
 
 Beside each JSON lies ``<variant>.tokens.npz`` with the values a token, float32, whose SHA-256 the
-JSON holds. Both have the same bytes whenever their content is the same. Names of values and
-tokens are flat: ``prefill/prose/bf16/kl_mean_nats``, ``prefill/plan_mib``,
-``prefill/prose/bf16/kl_nats``.
+JSON holds; ``<variant>.tokens.<sha256>.npz`` is there only after a process was killed. Both have
+the same bytes whenever their content is the same. Names of values and tokens are flat:
+``prefill/prose/bf16/kl_mean_nats``, ``prefill/plan_mib``, ``prefill/prose/bf16/kl_nats``.
 
 A baseline that was not measured here but published elsewhere has the member ``rounding``, no
 values a token, and a key of what the publication states and nothing else.
@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.json_file import object_from_file
 from gptneo_trt.token_values import RENEW, npz_bytes, raise_all, read_tokens, token_mismatches
 from gptneo_trt.whole_file import whole_file
 
 SCHEMA = 1
 MEMBERS = {"schema": int, "key": dict, "provenance": dict, "values": dict, "tokens_sha256": str}
+SHA256 = re.compile(r"[0-9a-f]{64}")
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 MEASURED_STAYS = "obtained a published one where one is measured; keep that and drop this"
 
@@ -65,6 +67,9 @@ def names(folder: Path) -> set[str]:
 def read(folder: Path, variant: str) -> Baseline:
     """Return a stored baseline, checked whole.
 
+    Reading takes at most MEMORY_FACTOR of ``json_file`` times the size of the JSON, and that of
+    ``token_values`` times the size of the token values.
+
     Args:
         folder: ``baselines/<target>/<model>``.
         variant: row name.
@@ -80,9 +85,10 @@ def read(folder: Path, variant: str) -> Baseline:
         raise BaselineError(
             f"no baseline for {_label(folder, variant)}; write one with --update-baselines"
         )
-    document = _parsed(path)
+    document = object_from_file(path, BaselineError, RENEW)
     raise_all(f"{path}", _document_mismatches(document))
-    tokens = read_tokens(folder / f"{variant}.tokens.npz", document["tokens_sha256"])
+    sha256 = document["tokens_sha256"]
+    tokens = read_tokens(_tokens_file(folder, variant, sha256), sha256)
     if "rounding" in document:
         wrong = _rounding_mismatches(document["values"], document["rounding"], tokens)
         raise_all(f"{path}", wrong)
@@ -93,15 +99,17 @@ def read(folder: Path, variant: str) -> Baseline:
 def write(folder: Path, variant: str, baseline: Baseline) -> None:
     """Store a baseline whole or not at all, and touch no other file.
 
-    Each file appears by a rename, the token values first, so a killed process leaves either the
-    old pair, the new pair, or a JSON whose hash refuses the newer token values. A measured one
-    replaces a published one, never the other way round.
+    The rename of the JSON alone makes the new pair the stored one: until then the new token values
+    lie beside the old ones under a name with their hash, where ``read`` finds them too. So a
+    process killed at any moment leaves the old pair or the new one. A measured one replaces a
+    published one, never the other way round.
 
     Raises:
         BaselineError: a variant name that is no file name; no value; a value or token that is
             not finite in float32; an empty key; a key or provenance that JSON cannot hold; a
             published one whose rounding is not one of each value, that has token values, or in
             whose place a measured one is stored.
+        StorageError: a file cannot be written; the old pair is as it was.
     """
     what = f"baseline of {_label(folder, variant)} not written"
     wrong = _content_mismatches(baseline.key, baseline.values, baseline.tokens)
@@ -115,16 +123,38 @@ def write(folder: Path, variant: str, baseline: Baseline) -> None:
         raise BaselineError(f"{what}: {MEASURED_STAYS}")
     tokens = npz_bytes(baseline.tokens)
     try:
-        text = _json_text(baseline, hashlib.sha256(tokens).hexdigest())
+        sha256 = hashlib.sha256(tokens).hexdigest()
+        text = _json_text(baseline, sha256)
     except (TypeError, ValueError) as error:
         raise BaselineError(
             f"{what}: key or provenance: {error}; "
             "use strings, finite numbers, lists and mappings only"
         ) from error
-    contents = {f"{variant}.tokens.npz": tokens, f"{variant}.json": text.encode()}
-    for name, content in contents.items():
-        with whole_file(folder / name) as temporary:
-            temporary.write_bytes(content)
+    _write_pair(folder, variant, text, (sha256, tokens))
+
+
+def _write_pair(folder: Path, variant: str, text: str, tokens: tuple[str, bytes]) -> None:
+    """Store a JSON and its token values, of this hash; remove what a killed process left."""
+    sha256, content = tokens
+    new = _new_tokens_file(folder, variant, sha256)
+    with whole_file(new) as temporary:
+        temporary.write_bytes(content)
+    with whole_file(folder / f"{variant}.json") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    new.replace(folder / f"{variant}.tokens.npz")
+    for abandoned in folder.glob(f"{variant}.tokens.*.npz"):
+        abandoned.unlink()
+
+
+def _new_tokens_file(folder: Path, variant: str, sha256: str) -> Path:
+    """Return where token values of this hash lie until the JSON that has it is stored."""
+    return folder / f"{variant}.tokens.{sha256}.npz"
+
+
+def _tokens_file(folder: Path, variant: str, sha256: str) -> Path:
+    """Return where the token values of a JSON are: a process may have been killed between."""
+    new = _new_tokens_file(folder, variant, sha256)
+    return new if SHA256.fullmatch(sha256) and new.exists() else folder / f"{variant}.tokens.npz"
 
 
 def key_differences(stored: Mapping, current: Mapping, *, published: bool = False) -> list[str]:
@@ -159,29 +189,6 @@ def _label(folder: Path, variant: str) -> str:
     return "/".join(parts[last + 1 :]).replace("//", "/")
 
 
-def _parsed(path: Path) -> Any:
-    """Return the content of a JSON file without duplicate keys, NaN or Infinity."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ValueError(f"obtained duplicate keys {twice}, expected each key once")
-        return dict(pairs)
-
-    def refuse(token: str) -> float:
-        raise ValueError(f"obtained {token}, expected a finite number")
-
-    try:
-        text = path.read_bytes().decode()
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise BaselineError(f"{path}: {place}: not JSON: {error.msg}; {RENEW}") from error
-    except ValueError as error:
-        raise BaselineError(f"{path}: {error}; {RENEW}") from error
-
-
 def _json_text(baseline: Baseline, tokens_sha256: str) -> str:
     """Return the JSON of a baseline; a published one alone has the member "rounding"."""
     document = {
@@ -201,11 +208,9 @@ def _floats(figures: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def _document_mismatches(document: object) -> list[str]:
+def _document_mismatches(document: Mapping[str, Any]) -> list[str]:
     """Return what keeps parsed JSON from being a baseline of this schema."""
-    if not isinstance(document, dict):
-        return [f"obtained {type(document).__name__}, expected an object"]
-    if document.get("schema") != SCHEMA:
+    if type(document.get("schema")) is not int or document["schema"] != SCHEMA:
         return [f"schema: obtained {document.get('schema')!r}, expected {SCHEMA}"]
     members = MEMBERS | ({"rounding": dict} if "rounding" in document else {})
     wrong = [

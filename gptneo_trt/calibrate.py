@@ -6,7 +6,7 @@ amax / 448 at build time. The only home of ``modelopt``.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,21 @@ import torch
 
 from gptneo_trt.data import Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
+from gptneo_trt.layers import LARGEST
+from gptneo_trt.operators import to_fp8, to_int8
 
 METHOD = "max"
 E4M3 = (4, 3)
+# What importing a package raises that does not fit the versions beside it.
+BROKEN = (
+    ImportError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+# Bits of a format, ModelOpt's notation.
+BITS = {"fp8": E4M3, "int8": 8}
+PERCENTILE = 99.99  # ModelOpt's default
+# Method of Scales -> the format whose error is least; None for the percentile, which has none.
+HISTOGRAM_METHODS = {"percentile": None, "mse-fp8": "fp8", "mse-int8": "int8"}
+FEWEST_BINS = 128  # of a range with the least error, as in ModelOpt
 
 
 def _modelopt() -> Any:
@@ -28,12 +40,13 @@ def _modelopt() -> Any:
     try:
         import modelopt
         import modelopt.torch.quantization as quantization
-    except ImportError as error:
+
+        rules = quantization.FP8_DEFAULT_CFG["quant_cfg"]
+    except BROKEN as error:
         raise CalibrationError(
-            f"nvidia-modelopt cannot be imported: {error}; do: pip install "
+            f"nvidia-modelopt cannot be imported: {type(error).__name__}: {error}; do: pip install "
             "'gptneo-trt[calibration]'"
         ) from error
-    rules = quantization.FP8_DEFAULT_CFG.get("quant_cfg")
     if not isinstance(rules, list):
         raise CalibrationError(
             f"nvidia-modelopt {modelopt.__version__}: quant_cfg is a {type(rules).__name__}, "
@@ -50,30 +63,41 @@ def modelopt_version() -> str:
     return str(modelopt.__version__)
 
 
-def quantizer_config(modules: Sequence[str]) -> dict[str, Any]:
-    """Return a ModelOpt configuration that enables FP8 for these modules only.
+def quantizer_config(
+    modules: Sequence[str], number_format: str = "fp8", weight_axis: int | None = None
+) -> dict[str, Any]:
+    """Return a ModelOpt configuration that enables a format for these modules only.
 
     It starts from a copy of ``FP8_DEFAULT_CFG``, which also quantizes LayerNorm inputs and
     ``out_proj``: everything is switched off again, then input and weight quantizers of the
     modules are switched on. Later rules win.
+
+    Args:
+        modules: module paths.
+        number_format: of BITS.
+        weight_axis: None for one scale a weight, 0 for one an output channel.
     """
     config = copy.deepcopy(_modelopt().FP8_DEFAULT_CFG)
     config["quant_cfg"].append({"quantizer_name": "*", "enable": False})
     config["quant_cfg"] += [
         {
             "quantizer_name": f"{module}.{part}_quantizer",
-            "cfg": {"num_bits": E4M3, "axis": None},
+            "cfg": {"num_bits": BITS[number_format], "axis": axis},
             "enable": True,
         }
         for module in modules
-        for part in ("input", "weight")
+        for part, axis in (("input", None), ("weight", weight_axis))
     ]
     config["algorithm"] = METHOD
     return config
 
 
 def quantized_model(
-    model: torch.nn.Module, modules: Sequence[str], token_ids: Sequence[np.ndarray]
+    model: torch.nn.Module,
+    modules: Sequence[str],
+    token_ids: Sequence[np.ndarray],
+    number_format: str = "fp8",
+    weight_axis: int | None = None,
 ) -> torch.nn.Module:
     """Return a quantized and calibrated copy of a model; the model itself is not touched.
 
@@ -81,6 +105,7 @@ def quantized_model(
         model: Hugging Face's, in any type.
         modules: module paths, for example ``transformer.h.0.mlp.c_fc``.
         token_ids: int32 [T] each, one forward pass a text.
+        number_format, weight_axis: see ``quantizer_config``.
 
     Raises:
         CalibrationError: a module does not exist, a weight is not finite, or other quantizers
@@ -101,7 +126,8 @@ def quantized_model(
             calibrated(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
 
     with torch.no_grad():
-        quantization.quantize(copied, quantizer_config(modules), forward_loop=forward_loop)
+        config = quantizer_config(modules, number_format, weight_axis)
+        quantization.quantize(copied, config, forward_loop=forward_loop)
     expected = {f"{module}.{part}_quantizer" for module in modules for part in ("input", "weight")}
     obtained = {
         name
@@ -116,8 +142,75 @@ def quantized_model(
     return copied
 
 
+def histogram_ranges(
+    model: torch.nn.Module,
+    modules: Sequence[str],
+    token_ids: Sequence[np.ndarray],
+    methods: Sequence[str],
+) -> dict[str, dict[str, float]]:
+    """Return method -> module -> range of its input, by ModelOpt's histogram calibrator.
+
+    Args:
+        model: Hugging Face's, not quantized; it is not changed.
+        modules: module paths whose input ranges are wanted.
+        token_ids: int32 [T] each, one forward pass a text.
+        methods: of HISTOGRAM_METHODS.
+    """
+    calib = _modelopt().calib
+    histograms = {module: calib.HistogramCalibrator(num_bits=E4M3) for module in modules}
+
+    def collects(histogram: Any) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        return lambda _, inputs: histogram.collect(inputs[0].float())
+
+    hooks = [
+        model.get_submodule(module).register_forward_pre_hook(collects(histogram))
+        for module, histogram in histograms.items()
+    ]
+    try:
+        with torch.no_grad():
+            for ids in token_ids:
+                model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: dict[str, dict[str, float]] = {}
+    for method in methods:
+        number_format = HISTOGRAM_METHODS[method]
+        for module, histogram in histograms.items():
+            if number_format is None:
+                amax = float(histogram.compute_amax("percentile", percentile=PERCENTILE))
+            else:
+                counts, edges = histogram._calib_hist.float(), histogram._calib_bin_edges.float()
+                amax = least_error_amax(counts, edges, number_format)
+            found.setdefault(method, {})[module] = amax
+    return found
+
+
+def least_error_amax(counts: torch.Tensor, edges: torch.Tensor, number_format: str) -> float:
+    """Return the range with which rounding a histogram has the smallest mean squared error.
+
+    Every bin from FEWEST_BINS on is a candidate, as in ModelOpt's HistogramCalibrator, whose own
+    search fails for FP8 in 0.46: it calls ``scaled_e4m3`` with too few arguments.
+
+    Args:
+        counts: float32 [B], of absolute values.
+        edges: float32 [B + 1].
+        number_format: "fp8" or "int8".
+    """
+    centers = (edges[1:] + edges[:-1]) / 2
+    candidates = centers[min(FEWEST_BINS, len(centers) - 1) :, None]
+    scales = candidates / LARGEST[number_format]
+    rounded = {"fp8": to_fp8, "int8": to_int8}[number_format](centers / scales) * scales
+    errors = ((rounded - centers) ** 2 * counts).sum(dim=1)
+    return float(candidates[errors.argmin()])
+
+
 def calibrate(
-    model: torch.nn.Module, checkpoint: Checkpoint, text: TextSet, modules: Sequence[str]
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    text: TextSet,
+    modules: Sequence[str],
+    other_methods: Sequence[str] = (),
 ) -> Scales:
     """Return the largest absolute input of each module over the calibration text.
 
@@ -126,6 +219,7 @@ def calibrate(
         checkpoint: where the model comes from, for the record.
         text: calibration prompts.
         modules: module paths whose input ranges are wanted.
+        other_methods: of HISTOGRAM_METHODS, whose ranges are wanted beside the largest inputs.
 
     Raises:
         CalibrationError: no token, or a range that is missing, not finite or not positive; every
@@ -135,9 +229,14 @@ def calibrate(
         raise CalibrationError(f"{text.source}: 0 calibration tokens; nothing is written")
     calibrated = quantized_model(model, modules, text.token_ids)
     ranges = {module: _amax(calibrated, module) for module in modules}
+    other: dict[str, dict[str, float]] = {}
+    if other_methods:
+        other = histogram_ranges(model, modules, text.token_ids, other_methods)
+    found: list[Mapping[str, float | None]] = [ranges, *other.values()]
     wrong = sorted(
         f"{module}: {amax}"
-        for module, amax in ranges.items()
+        for each in found
+        for module, amax in each.items()
         if amax is None or not np.finfo(np.float32).tiny <= amax < np.inf
     )
     if wrong:
@@ -153,6 +252,7 @@ def calibrate(
         text_sha256=text.sha256,
         tokens=text.tokens,
         modelopt_version=modelopt_version(),
+        other_amax=other,
     )
 
 

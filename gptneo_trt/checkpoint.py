@@ -1,18 +1,15 @@
 """Find a checkpoint by its source: bundled, a folder, the hub at a commit, or random."""
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from gptneo_trt.architecture import architecture_from_config
-from gptneo_trt.data import Architecture, Checkpoint
+from gptneo_trt.data import Architecture, Checkpoint, weights_sha256
 from gptneo_trt.errors import CheckpointError
-from gptneo_trt.hub import folder_from_hub
-from gptneo_trt.weights import object_from_json, parameter_shapes, weights_from_folder
+from gptneo_trt.hub import folder_from_hub, unusable
+from gptneo_trt.json_file import object_from_file
+from gptneo_trt.weights import parameter_shapes, weights_from_folder
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "fixtures" / "gptneo-mini"
 # The study's checkpoint and revision (README, "Where it comes from").
@@ -42,6 +39,10 @@ def checkpoint_from_source(source: str) -> Checkpoint:
         source: "bundled"; a folder with ``config.json`` and safetensors; "owner/name@commit"
             on the hub, for example STUDY_CHECKPOINT; or "random:" and a name of RANDOM_SHAPES.
 
+    Nothing is unpickled, and no code beside the weights runs. Reading takes at most MEMORY_FACTOR
+    of ``json_file`` times the size of the files in JSON and of headers, and 3 times that of the
+    tensors.
+
     Raises:
         CheckpointError: unknown, unpinned, not reachable, incomplete or unsupported.
     """
@@ -59,7 +60,11 @@ def checkpoint_from_source(source: str) -> Checkpoint:
             '"bundled", a folder, "random:gpt-neo-125m", or a hub id pinned to a commit; do: '
             f"pin it as owner/name@COMMIT, for example {STUDY_CHECKPOINT}"
         )
-    return _checkpoint_from_folder(folder_from_hub(repo, revision, HUB_FILES), repo, revision)
+    folder = folder_from_hub(repo, revision, HUB_FILES)
+    try:
+        return _checkpoint_from_folder(folder, repo, revision)
+    except CheckpointError as error:  # a download that was cut short, among others
+        raise unusable(repo, revision, "model", HUB_FILES, str(error)) from error
 
 
 def _checkpoint_from_folder(folder: Path, name: str, revision: str) -> Checkpoint:
@@ -74,7 +79,8 @@ def _checkpoint_from_folder(folder: Path, name: str, revision: str) -> Checkpoin
             f"checkpoint {name!r}: obtained no config.json in {folder}, expected one; pass a "
             "folder as save_pretrained writes it"
         )
-    architecture = architecture_from_config(object_from_json(config), str(config))
+    described = object_from_file(config, CheckpointError, "copy the file again")
+    architecture = architecture_from_config(described, str(config))
     weights, files, notes = weights_from_folder(folder, architecture)
     tokenizer_file = folder / "tokenizer.json"
     has_tokenizer = tokenizer_file.is_file()
@@ -143,13 +149,3 @@ def random_checkpoint(
         sha256=weights_sha256(architecture, weights),
         notes=(f"seeded random weights: seed {seed}, standard deviation {std}",),
     )
-
-
-def weights_sha256(architecture: Architecture, weights: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 over architecture and weights, names sorted, bytes as in memory."""
-    digest = hashlib.sha256(json.dumps(asdict(architecture), sort_keys=True).encode())
-    for name in sorted(weights):
-        array = np.ascontiguousarray(weights[name])
-        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()

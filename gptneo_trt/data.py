@@ -1,11 +1,12 @@
-"""What travels between the stages: frozen dataclasses over numpy arrays, and nothing else.
+"""What travels between the stages: frozen dataclasses over numpy arrays, and their identity.
 
 Axes: N texts, T tokens, V vocabulary, C channels, H heads, D head width, F feed-forward.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,7 @@ class Scales:
         tokens: calibration tokens seen.
         modelopt_version: version of nvidia-modelopt.
         notes: fallbacks taken, a line each.
+        other_amax: another method, for example "percentile" or "mse-fp8" -> module path -> range.
     """
 
     activation_amax: Mapping[str, float]
@@ -154,6 +156,11 @@ class Scales:
     tokens: int
     modelopt_version: str
     notes: tuple[str, ...] = ()
+    other_amax: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def ranges(self, method: str) -> Mapping[str, float]:
+        """Return module path -> range by a method; none of a method that was not used."""
+        return self.activation_amax if method == self.method else self.other_amax.get(method, {})
 
 
 @dataclass(frozen=True)
@@ -420,3 +427,13 @@ class Provenance:
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
     gpu: Mapping[str, str | float | None] = field(default_factory=dict)
+
+
+def weights_sha256(architecture: Architecture, weights: Mapping[str, np.ndarray]) -> str:
+    """Return the SHA-256 over architecture and weights, names sorted, bytes as in memory."""
+    digest = hashlib.sha256(json.dumps(asdict(architecture), sort_keys=True).encode())
+    for name in sorted(weights):
+        array = np.ascontiguousarray(weights[name])
+        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -59,9 +59,12 @@ def checked_tokens(
     """Return int32 [N, 1, T], on the host, of token ids int [N, T].
 
     Raises:
-        RunError: empty, longer than the context or the position table, or ids out of range.
+        RunError: empty, longer than the context or the position table, or ids that are no
+            integers or out of range.
     """
     wrong = []
+    if token_ids.dtype.kind not in "iu":
+        wrong.append(f"token ids of type {token_ids.dtype}, expected integers")
     if token_ids.ndim != 2 or 0 in token_ids.shape:
         wrong.append(f"token ids of shape {token_ids.shape}, expected [N, T] with N, T >= 1")
     elif token_ids.shape[1] > executor.context:
@@ -69,7 +72,7 @@ def checked_tokens(
             f"{token_ids.shape[1]} tokens, the {executor.phase} network takes {executor.context}; "
             "shorten the text or build with a larger context"
         )
-    if token_ids.size:
+    if token_ids.size and token_ids.dtype.kind in "iu":
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= architecture.vocab_size:
             wrong.append(f"token ids {low} to {high}, expected 0 to {architecture.vocab_size - 1}")

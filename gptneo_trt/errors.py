@@ -27,8 +27,8 @@ class CalibrationError(GptNeoTrtError):
     """Calibration produced no scale, or one that is not finite and positive."""
 
 
-class BuildError(GptNeoTrtError):
-    """TensorRT refused, crashed or hung while a network or a plan was built.
+class _LoggedError(GptNeoTrtError):
+    """An error that TensorRT has said something about.
 
     Attributes:
         message: what failed, without TensorRT's lines.
@@ -38,6 +38,21 @@ class BuildError(GptNeoTrtError):
     def __init__(self, message: str, log: tuple[str, ...] = ()) -> None:
         super().__init__("\n".join((message, *(f"  TensorRT: {line}" for line in log))))
         self.message, self.log = message, log
+
+
+class BuildError(_LoggedError):
+    """TensorRT refused a network or a plan."""
+
+
+class CrashError(_LoggedError):
+    """A child process died, hung, or ran out of memory or disk; never a known failure.
+
+    It is no BuildError, since its last lines may hold whatever a refusal says too.
+    """
+
+
+class StorageError(GptNeoTrtError):
+    """A file cannot be written: the disk is full, or it may not be written there."""
 
 
 class RunError(GptNeoTrtError):

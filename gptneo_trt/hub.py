@@ -1,20 +1,33 @@
 """Find one pinned revision of a Hugging Face repository: in the cache, else download it."""
 
+import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 from gptneo_trt.errors import CheckpointError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-ANSWER_TIMEOUT_S = 5.0
+# A hub that is there answers within a second; a download of 70 KiB/s still counts as progress.
+STALLED_S = 15.0
+POLL_S = 0.1
 TRUE_WORDS = {"1", "ON", "YES", "TRUE"}
+# Of the child: xet has retries of its own, and bytes that do not show in the cache.
+WORKER_SETTINGS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_XET": "1",
+}
 
 
 def is_offline() -> bool:
@@ -37,40 +50,97 @@ def folder_from_hub(
         repo_type: "model" or "dataset".
 
     Raises:
-        CheckpointError: not a pinned id, not cached and offline, or the hub refused or did
-            not answer; the message names the repository, the revision and what is cached.
+        CheckpointError: not a pinned id, not cached and offline, or the hub refused or, for
+            STALLED_S, sent nothing; the message names the repository, the revision, what is
+            cached and the command that fetches it.
     """
     if "/" not in repo:
-        raise _error(repo, revision, repo_type, patterns, "the id lacks its owner (owner/name)")
+        raise unusable(repo, revision, repo_type, patterns, "the id lacks its owner (owner/name)")
     if not COMMIT.fullmatch(revision):
-        raise _error(repo, revision, repo_type, patterns, "the revision is no commit of 40 digits")
+        raise unusable(
+            repo, revision, repo_type, patterns, "the revision is no commit of 40 digits"
+        )
     try:
-        return Path(_download(repo, revision, patterns, repo_type, local_files_only=True))
+        return _cached(repo, revision, patterns, repo_type)
     except LocalEntryNotFoundError as error:
         if is_offline():
             why = "HF_HUB_OFFLINE is set, and the cache lacks it or a part of it"
-            raise _error(repo, revision, repo_type, patterns, why) from error
+            raise unusable(repo, revision, repo_type, patterns, why) from error
     except HFValidationError as error:
-        raise _error(repo, revision, repo_type, patterns, _first_line(error)) from error
+        raise unusable(repo, revision, repo_type, patterns, _first_line(error)) from error
+    why = _download(repo, revision, patterns, repo_type)
+    if why:
+        raise unusable(repo, revision, repo_type, patterns, why)
     try:
-        # Asked first since it has a timeout, which snapshot_download's listing has not.
-        HfApi().repo_info(repo, revision=revision, repo_type=repo_type, timeout=ANSWER_TIMEOUT_S)
-        return Path(_download(repo, revision, patterns, repo_type, local_files_only=False))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        raise _error(repo, revision, repo_type, patterns, _first_line(error)) from error
+        return _cached(repo, revision, patterns, repo_type)
+    except LocalEntryNotFoundError as error:
+        why = "the commit has none of these files"
+        raise unusable(repo, revision, repo_type, patterns, why) from error
 
 
-def _download(
-    repo: str, revision: str, patterns: Sequence[str], repo_type: str, local_files_only: bool
-) -> str:
-    return snapshot_download(
+def _cached(repo: str, revision: str, patterns: Sequence[str], repo_type: str) -> Path:
+    folder = snapshot_download(
         repo,
         repo_type=repo_type,
         revision=revision,
         allow_patterns=list(patterns),
-        local_files_only=local_files_only,
-        etag_timeout=ANSWER_TIMEOUT_S,
+        cache_dir=constants.HF_HUB_CACHE,
+        local_files_only=True,
     )
+    return Path(folder)
+
+
+def _download(repo: str, revision: str, patterns: Sequence[str], repo_type: str) -> str:
+    """Download in a child process; return why that failed, or ""."""
+    cache = constants.HF_HUB_CACHE
+    job = {"repo": repo, "revision": revision, "repo_type": repo_type, "cache": str(cache)}
+    arguments = json.dumps({"job": job, "patterns": list(patterns), "parent": os.getpid()})
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryFile() as said:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "gptneo_trt.hub_worker", arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env=os.environ | WORKER_SETTINGS | {"PYTHONPATH": path},
+        )
+        try:
+            ended = _ended_before_a_stall(worker, _storage(repo, repo_type))
+        finally:
+            worker.kill()
+            status = worker.wait()
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
+    if ended:
+        return lines[-1] if status else ""
+    return f"nothing arrived for {STALLED_S:g} s (before that: {lines[-1]})"
+
+
+def _ended_before_a_stall(worker: subprocess.Popen[bytes], storage: Path) -> bool:
+    """Wait while files appear or grow in a folder; return whether the worker ended by itself."""
+    seen, since = _sizes(storage), time.monotonic()
+    while worker.poll() is None:
+        time.sleep(POLL_S)
+        sizes = _sizes(storage)
+        if sizes != seen:
+            seen, since = sizes, time.monotonic()
+        if time.monotonic() - since > STALLED_S:
+            return False
+    return True
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return file -> bytes of everything in a folder that may change meanwhile."""
+    found = {}
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found[str(path)] = path.lstat().st_size
+    return found
+
+
+def _storage(repo: str, repo_type: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type=repo_type)
 
 
 def _first_line(error: Exception) -> str:
@@ -79,11 +149,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _cached_revisions(repo: str, repo_type: str) -> list[str]:
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type=repo_type)
-    return sorted(path.name for path in folder.glob("snapshots/*"))
+    return sorted(path.name for path in _storage(repo, repo_type).glob("snapshots/*"))
 
 
-def _error(
+def unusable(
     repo: str, revision: str, repo_type: str, patterns: Sequence[str], why: str
 ) -> CheckpointError:
     """Return the error that names what was wanted, why it failed, what is cached, what to do."""

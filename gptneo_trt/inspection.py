@@ -1,15 +1,17 @@
 """Read back what a network is, from its layers and not from the row: what it quantizes, with
 which scales, and a fingerprint of all of it.
 
-A matrix product counts as FP8 when both of its inputs come from a Dequantize whose own input
-comes from a Quantize to FP8. Exactly one quantized input is an error: no row asks for it.
+A matrix product counts as quantized when both of its inputs come from a Dequantize whose own input
+comes from a Quantize to the row's format; of a row that leaves activations alone, when its weight
+does.
+One quantized input, or two where one is asked for, is an error.
 """
 
 import hashlib
 import json
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -25,16 +27,18 @@ class Quantization:
     """Hold what was found.
 
     Attributes:
-        modules: names of the products with two FP8 inputs, in network order.
+        modules: names of the quantized products, in network order.
         products: names of all matrix products, in network order.
         dequantize_types: the output types of their Dequantize layers, TensorRT's names.
         activation_scales: module -> the float32 scale that its activation is quantized with.
+        weight_scale_counts: module -> scales of its weight, 1 or one a channel.
     """
 
     modules: tuple[str, ...]
     products: tuple[str, ...]
     dequantize_types: tuple[str, ...]
     activation_scales: Mapping[str, float]
+    weight_scale_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def quantization_of(network: Network) -> Quantization:
@@ -42,7 +46,7 @@ def quantization_of(network: Network) -> Quantization:
 
     Raises:
         BuildError: a product with one FP8 input, a Dequantize without its Quantize, or with
-            another scale.
+            another scale; a Quantize or Dequantize that is not at a product.
     """
     definition, trt = network.definition, network.backend.trt
     all_layers = [definition.get_layer(i) for i in range(definition.num_layers)]
@@ -50,44 +54,66 @@ def quantization_of(network: Network) -> Quantization:
     modules: list[str] = []
     products: list[str] = []
     wrong: list[str] = []
+    read: set[str] = set()
     dequantize_types: set[str] = set()
     scales: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    sides = (0, 1) if network.variant.quantized_activations else (1,)
+    number_format = network.variant.quantized_format.upper()
     for layer in all_layers:
         if layer.type.name != "MATRIX_MULTIPLY":
             continue
         sources = [producer.get(layer.get_input(i).name) for i in range(2)]
-        dequantized = [s for s in sources if s is not None and s.type.name == "DEQUANTIZE"]
+        quantized = {
+            i: source
+            for i, source in enumerate(sources)
+            if source is not None and source.type.name == "DEQUANTIZE"
+        }
+        dequantized = list(quantized.values())
         products.append(layer.name)
+        read.update(t.name for s in dequantized for t in (s.get_output(0), s.get_input(0)))
         wrong += [
-            f"{layer.name}: {source.name} does not read an FP8 Quantize of its own scale"
+            f"{layer.name}: {source.name} does not read an {number_format} Quantize of its own "
+            "scale"
             for source in dequantized
-            if not _reads_fp8_quantize(source, producer, trt.DataType)
+            if not _reads_quantize(source, producer, getattr(trt.DataType, number_format))
         ]
-        if len(dequantized) == 1:
-            wrong.append(f"{layer.name}: one input is FP8, the other is not")
-        if len(dequantized) == 2:
+        if len(quantized) == 1 and sides == (0, 1):
+            wrong.append(f"{layer.name}: one input is {number_format}, the other is not")
+        elif quantized and tuple(quantized) != sides:
+            wrong.append(
+                f"{layer.name}: its activation is {number_format}, expected its weight alone"
+            )
+        elif quantized:
             modules.append(layer.name)
             dequantize_types.update(source.get_output(0).dtype.name for source in dequantized)
-            scales[layer.name] = _scale_of(dequantized[0], producer, trt)
+            counts[layer.name] = len(_scales_of(dequantized[-1], producer, trt))
+            if len(quantized) == 2:
+                scales[layer.name] = float(_scales_of(dequantized[0], producer, trt)[0])
+    wrong += [
+        f"{layer.name}: quantizes, but at no product"
+        for layer in all_layers
+        if layer.type.name in ("QUANTIZE", "DEQUANTIZE") and layer.get_output(0).name not in read
+    ]
     if wrong:
         name = f"variant {network.variant.name}, {network.phase}"
         raise BuildError(f"{name}: {'; '.join(sorted(wrong))}")
     types = tuple(sorted(dequantize_types))
-    return Quantization(tuple(modules), tuple(products), types, scales)
+    return Quantization(tuple(modules), tuple(products), types, scales, counts)
 
 
-def _reads_fp8_quantize(layer: Any, producer: dict[str, Any], types: Any) -> bool:
+def _reads_quantize(layer: Any, producer: dict[str, Any], wanted: Any) -> bool:
     tensor = layer.get_input(0)
     source = producer.get(tensor.name)
-    if source is None or source.type.name != "QUANTIZE" or tensor.dtype != types.FP8:
+    if source is None or source.type.name != "QUANTIZE" or tensor.dtype != wanted:
         return False
     return bool(source.get_input(1).name == layer.get_input(1).name)  # one scale, both ways
 
 
-def _scale_of(layer: Any, producer: dict[str, Any], trt: ModuleType) -> float:
+def _scales_of(layer: Any, producer: dict[str, Any], trt: ModuleType) -> np.ndarray:
     constant = producer[layer.get_input(1).name]
     constant.__class__ = trt.IConstantLayer
-    return float(np.asarray(constant.weights).reshape(-1)[0])
+    return np.asarray(constant.weights).reshape(-1)
 
 
 def fingerprint(network: Network) -> str:

@@ -30,6 +30,9 @@ class _Step:
 class Interpreter:
     """Run a network on N texts at once.
 
+    On one thread, what a text gives depends bitwise on its own inputs alone: neither on the other
+    texts nor on their number or order.
+
     Attributes:
         network: what is evaluated.
         variant, phase, context: the network's.

@@ -15,7 +15,11 @@ from gptneo_trt.backend import Backend
 from gptneo_trt.errors import BuildError
 
 FP8_MAX = 448.0  # largest finite E4M3 value, OCP 8-bit Floating Point Specification 1.0
-NUMPY_TYPES = {"fp32": np.float32, "fp16": np.float16}
+# Largest value of a quantized format; int8 is symmetric, so that 0 is exact.
+LARGEST = {"fp8": FP8_MAX, "int8": 127.0}
+# What it saturates at: INT8 reaches further down than up.
+FARTHEST = {"fp8": FP8_MAX, "int8": 128.0}
+NUMPY_TYPES: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
 
 
 @dataclass
@@ -35,9 +39,10 @@ class Graph:
     arrays: list[np.ndarray] = field(default_factory=list)
 
     def data_type(self, name: str) -> Any:
-        """Return the ``DataType`` of "fp32", "fp16" or "fp8"."""
+        """Return the ``DataType`` of "fp32", "fp16", "fp8" or "int8"."""
         types = self.backend.trt.DataType
-        return {"fp32": types.FLOAT, "fp16": types.HALF, "fp8": types.FP8}[name]
+        known = {"fp32": types.FLOAT, "fp16": types.HALF, "fp8": types.FP8, "int8": types.INT8}
+        return known[name]
 
     def named(self, layer: Any, name: str) -> Any:
         """Name a layer and its output; return the output tensor.
@@ -62,15 +67,25 @@ class LinearWeights:
     Attributes:
         weight: float32 or float16 [out, in], as PyTorch stores it.
         bias: float32 or float16 [out], or None.
-        activation_scale: float32 scale of the input in FP8, or None for a product that is not
-            quantized.
+        activation_scale: float32 scale of the quantized input; None for an input that is not.
         dequantize_type: output type of Dequantize, "fp16" or "fp32".
+        quantized_format: "fp8" or "int8", of what is quantized.
+        weight_scales: "tensor" or "channel".
+        weight_only: whether the weight is quantized although the input is not.
     """
 
     weight: np.ndarray
     bias: np.ndarray | None = None
     activation_scale: float | None = None
     dequantize_type: str = "fp16"
+    quantized_format: str = "fp8"
+    weight_scales: str = "tensor"
+    weight_only: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the weight is quantized, with its input or alone."""
+        return self.weight_only or self.activation_scale is not None
 
 
 def add_constant(graph: Graph, name: str, array: np.ndarray) -> Any:
@@ -80,6 +95,23 @@ def add_constant(graph: Graph, name: str, array: np.ndarray) -> Any:
     trt = graph.backend.trt
     layer = graph.network.add_constant(trt.Dims(array.shape), trt.Weights(array))
     return graph.named(layer, name)
+
+
+def add_weight(graph: Graph, name: str, array: np.ndarray, type_name: str) -> Any:
+    """Add a weight of the checkpoint as a constant of "fp16" or "fp32"; return its tensor.
+
+    Raises:
+        BuildError: a finite value that the type does not hold, which would become infinity.
+    """
+    with np.errstate(over="ignore"):
+        stored = array.astype(NUMPY_TYPES[type_name])
+    lost = array[np.isinf(stored) & np.isfinite(array)]
+    if lost.size:
+        raise BuildError(
+            f"{name}: obtained values up to {np.abs(lost).max():g}, expected at most "
+            f"{np.finfo(stored.dtype).max:g} in {type_name}; use a row of fp32"
+        )
+    return add_constant(graph, name, stored)
 
 
 def add_cast(graph: Graph, name: str, tensor: Any, type_name: str) -> Any:
@@ -98,33 +130,60 @@ def add_elementwise(graph: Graph, name: str, left: Any, right: Any, operation: s
 
 
 def add_quantize_dequantize(
-    graph: Graph, name: str, tensor: Any, scale: float, dequantize_type: str
-) -> Any:
-    """Round a tensor to FP8 E4M3 and back: one scale a tensor, saturating at 448 x scale.
+    graph: Graph, name: str, tensor: Any, scale: float | np.ndarray, dequantize_type: str,
+    *, number_format: str = "fp8", axis: int = 0,
+) -> Any:  # fmt: skip
+    """Round a tensor to a quantized format and back, saturating at FARTHEST x scale.
 
     The scale stays float32 even where the tensor is float16: amax / 448 of a small tensor is
     below float16's range (2e-5 / 448 is 33 % off there, 1e-5 / 448 becomes 0).
 
+    Args:
+        graph, name, tensor: what is rounded, [...].
+        scale: one of the tensor, or float32 [size of ``axis``].
+        dequantize_type: output type of Dequantize.
+        number_format: "fp8" (E4M3, to nearest even) or "int8".
+        axis: along which an array of scales lies.
+
     Raises:
-        BuildError: a scale that is not a positive normal float32.
+        BuildError: a scale that is not a positive normal float32, or so large that FARTHEST x scale
+            is beyond ``dequantize_type`` and would come back as infinity.
     """
-    stored = np.float32(scale)
-    if not np.finfo(np.float32).tiny <= stored < np.inf:
+    stored = np.asarray(scale, dtype=np.float32)
+    end = LARGEST[number_format]
+    largest = largest_scale(number_format, dequantize_type)
+    if not (np.finfo(np.float32).tiny <= stored.min() and stored.max() <= largest):
         raise BuildError(
-            f"{name}: FP8 scale {scale!r}, expected a positive normal float32; leave this "
-            "projection out of the variant or calibrate again"
+            f"{name}: {number_format.upper()} scale {_told(scale)} of amax "
+            f"{_told(np.multiply(scale, end), '.4g')}, expected a positive normal float32 of at "
+            f"most {largest:.4g}, whose amax {dequantize_type} holds; leave this projection out of "
+            "the variant, calibrate again or dequantize to fp32"
         )
-    scale_tensor = add_constant(graph, f"{name}.scale", np.asarray(stored))
-    fp8 = graph.data_type("fp8")
-    quantized = graph.network.add_quantize(tensor, scale_tensor, fp8)
+    scale_tensor = add_constant(graph, f"{name}.scale", stored)
+    quantized = graph.network.add_quantize(tensor, scale_tensor, graph.data_type(number_format))
     quantized_tensor = graph.named(quantized, f"{name}.quantize")
     output_type = graph.data_type(dequantize_type)
     dequantized = graph.network.add_dequantize(quantized_tensor, scale_tensor, output_type)
-    return graph.named(dequantized, f"{name}.dequantize")
+    output = graph.named(dequantized, f"{name}.dequantize")
+    if stored.ndim:
+        quantized.axis = dequantized.axis = axis
+    return output
 
 
-def weight_scale(module: str, weight: np.ndarray) -> float:
-    """Return amax / 448 of a weight, in float32.
+def largest_scale(number_format: str, dequantize_type: str) -> float:
+    """Return the largest scale of which the other type holds every multiple of a format."""
+    return float(np.finfo(NUMPY_TYPES[dequantize_type]).max) / FARTHEST[number_format]
+
+
+def _told(figures: float | np.ndarray, form: str = "") -> str:
+    """Return one figure, or the least and most of several."""
+    if np.ndim(figures) == 0:
+        return format(float(figures), form) if form else repr(float(figures))
+    return f"{float(np.min(figures)):{form or 'g'}} to {float(np.max(figures)):{form or 'g'}}"
+
+
+def weight_scale(module: str, weight: np.ndarray, number_format: str = "fp8") -> float:
+    """Return amax / LARGEST of a weight, in float32.
 
     Raises:
         BuildError: a weight of zeros or of non-finite values has no scale.
@@ -133,41 +192,67 @@ def weight_scale(module: str, weight: np.ndarray) -> float:
     if not 0 < amax < np.inf:
         raise BuildError(
             f"{module}.weight: largest absolute value {amax}, expected positive and finite; an "
-            "FP8 scale cannot be made of it, leave this projection out of the variant"
+            f"{number_format.upper()} scale cannot be made of it, leave this projection out of the "
+            "variant"
         )
-    return float(amax / np.float32(FP8_MAX))
+    return float(amax / np.float32(LARGEST[number_format]))
+
+
+def channel_scales(module: str, weight: np.ndarray, number_format: str) -> np.ndarray:
+    """Return amax / LARGEST of each output channel of a weight [out, in], float32 [out].
+
+    A channel of zeros, which any scale keeps, has that of the whole weight.
+
+    Raises:
+        BuildError: see ``weight_scale``.
+    """
+    whole = np.float32(weight_scale(module, weight, number_format))
+    amax = np.abs(weight.astype(np.float32)).max(axis=1)
+    scales = (amax / np.float32(LARGEST[number_format])).astype(np.float32)
+    return np.where(scales >= np.finfo(np.float32).tiny, scales, whole)
 
 
 def add_linear(graph: Graph, name: str, tensor: Any, weights: LinearWeights) -> Any:
-    """Add ``tensor @ weight.T + bias``, through FP8 when it has an activation scale.
+    """Add ``tensor @ weight.T + bias``, rounded as the weights say.
 
     ``tensor``: [B, T, in]. The weight is stored [1, in, out], in float32 where it is quantized,
-    so that it is rounded once, to FP8 and not to float16 before. Returns [B, T, out] in the
+    so that it is rounded once, to its format and not to float16 before. Returns [B, T, out] in the
     graph's type.
     """
     none = graph.backend.trt.MatrixOperation.NONE
-    weight = weights.weight.T[None]
-    product_type = graph.compute_type
-    if weights.activation_scale is None:
-        stored = weight.astype(NUMPY_TYPES[product_type])
-        weight_tensor = add_constant(graph, f"{name}.weight", stored)
-    else:
-        product_type = weights.dequantize_type
-        scale = weight_scale(name, weights.weight)
-        weight_tensor = add_constant(graph, f"{name}.weight", weight.astype(np.float32))
-        weight_tensor = add_quantize_dequantize(
-            graph, f"{name}.weight", weight_tensor, scale, product_type
-        )
+    product_type = weights.dequantize_type if weights.is_quantized else graph.compute_type
+    weight_tensor = _add_rounded_weight(graph, f"{name}.weight", weights)
+    if weights.activation_scale is not None:
         tensor = add_quantize_dequantize(
-            graph, f"{name}.input", tensor, weights.activation_scale, product_type
-        )
+            graph, f"{name}.input", tensor, weights.activation_scale, product_type,
+            number_format=weights.quantized_format,
+        )  # fmt: skip
+    else:
+        tensor = add_cast(graph, f"{name}.input.cast", tensor, product_type)
     product = graph.network.add_matrix_multiply(tensor, none, weight_tensor, none)
     output = graph.named(product, name)
     if weights.bias is not None:
-        bias = weights.bias[None, None].astype(NUMPY_TYPES[product_type])
-        bias_tensor = add_constant(graph, f"{name}.bias", bias)
+        bias = weights.bias[None, None]
+        bias_tensor = add_weight(graph, f"{name}.bias", bias, product_type)
         output = add_elementwise(graph, f"{name}.bias_add", output, bias_tensor, "SUM")
     return add_cast(graph, f"{name}.cast", output, graph.compute_type)
+
+
+def _add_rounded_weight(graph: Graph, name: str, weights: LinearWeights) -> Any:
+    """Return the tensor [1, in, out] of a weight, rounded as it is to be."""
+    transposed, number_format = weights.weight.T[None], weights.quantized_format
+    if not weights.is_quantized:
+        return add_weight(graph, name, transposed, graph.compute_type)
+    constant = add_weight(graph, name, transposed, "fp32")
+    module = name.removesuffix(".weight")
+    if weights.weight_scales == "channel":
+        scales: float | np.ndarray = channel_scales(module, weights.weight, number_format)
+    else:
+        scales = weight_scale(module, weights.weight, number_format)
+    return add_quantize_dequantize(
+        graph, name, constant, scales, weights.dequantize_type,
+        number_format=number_format, axis=2,
+    )  # fmt: skip
 
 
 def add_layer_norm(
@@ -175,9 +260,8 @@ def add_layer_norm(
 ) -> Any:
     """Normalize [B, T, C] over C; ``parameters`` are weight [C], bias [C] and epsilon."""
     weight, bias, epsilon = parameters
-    stored_type = NUMPY_TYPES[graph.compute_type]
-    scale = add_constant(graph, f"{name}.weight", weight[None, None].astype(stored_type))
-    shift = add_constant(graph, f"{name}.bias", bias[None, None].astype(stored_type))
+    scale = add_weight(graph, f"{name}.weight", weight[None, None], graph.compute_type)
+    shift = add_weight(graph, f"{name}.bias", bias[None, None], graph.compute_type)
     layer = graph.network.add_normalization_v2(tensor, scale, shift, 1 << 2)
     output = graph.named(layer, name)
     layer.epsilon = epsilon

@@ -65,21 +65,34 @@ class _Inputs:
 
 
 def activation_scales(variant: Variant, scales: Scales | None, num_layers: int) -> dict[str, float]:
-    """Return module path -> float32 scale of its input, amax x factor / 448, for this row.
+    """Return module path -> float32 scale of its input, amax x factor / LARGEST, for this row.
+
+    Empty for a row that quantizes no activation.
 
     Raises:
-        CalibrationError: modules that the row quantizes have no calibrated range.
+        CalibrationError: modules that the row quantizes have no range by its calibration.
     """
+    if not variant.quantized_activations:
+        return {}
     modules = variant.quantized_modules(num_layers)
-    known = scales.activation_amax if scales else {}
+    method = calibration_method(variant)
+    known = scales.ranges(method) if scales else {}
     missing = [module for module in modules if module not in known]
     if missing:
         raise CalibrationError(
             f"variant {variant.name!r}: no calibrated range for {len(missing)} of {len(modules)} "
-            f"projections: {', '.join(missing)}; calibrate this checkpoint"
+            f"projections: {', '.join(missing)}; calibrate this checkpoint ({method})"
         )
-    factor = np.float32(variant.activation_scale_factor) / np.float32(layers.FP8_MAX)
+    largest = np.float32(layers.LARGEST[variant.quantized_format])
+    factor = np.float32(variant.activation_scale_factor) / largest
     return {module: float(np.float32(known[module]) * factor) for module in modules}
+
+
+def calibration_method(variant: Variant) -> str:
+    """Return the name that ranges of a row's calibration have in Scales."""
+    if variant.calibration == "mse":  # the error is that of a format
+        return f"mse-{variant.quantized_format}"
+    return variant.calibration
 
 
 def build_network(
@@ -127,7 +140,9 @@ def _linear_weights(
 ) -> dict[str, LinearWeights]:
     """Return module path -> what its product needs, for every projection of every block."""
     weights, found = checkpoint.weights, {}
-    quantized = activation_scales(variant, scales, checkpoint.architecture.num_layers)
+    layer_count = checkpoint.architecture.num_layers
+    quantized = variant.quantized_modules(layer_count)
+    ranges = activation_scales(variant, scales, layer_count)
     for name in weights:
         module = name.removesuffix(".weight")
         if not name.startswith("transformer.h.") or weights[name].ndim != 2 or module == name:
@@ -136,8 +151,11 @@ def _linear_weights(
         if module in quantized:
             linear = replace(
                 linear,
-                activation_scale=quantized[module],
+                activation_scale=ranges.get(module),
                 dequantize_type=variant.dequantize_type,
+                quantized_format=variant.quantized_format,
+                weight_scales=variant.weight_scales,
+                weight_only=not variant.quantized_activations,
             )
         found[module] = linear
     return found
@@ -233,12 +251,9 @@ def _add_gpt_neo(
 ) -> None:
     """Add everything between the inputs and the marked outputs, top to bottom."""
     weights, architecture = checkpoint.weights, checkpoint.architecture
-    stored_type = layers.NUMPY_TYPES[graph.compute_type]
-    wte = layers.add_constant(
-        graph, "transformer.wte.weight", weights["transformer.wte.weight"].astype(stored_type)
-    )
-    wpe = layers.add_constant(
-        graph, "transformer.wpe.weight", weights["transformer.wpe.weight"].astype(stored_type)
+    wte, wpe = (
+        layers.add_weight(graph, name, weights[name], graph.compute_type)
+        for name in ("transformer.wte.weight", "transformer.wpe.weight")
     )
     tokens = layers.add_embedding(graph, "transformer.wte", inputs.token_ids, wte)
     places = layers.add_embedding(graph, "transformer.wpe", inputs.positions, wpe)
@@ -249,9 +264,8 @@ def _add_gpt_neo(
     if architecture.tied_head:
         head = wte
     else:
-        head = layers.add_constant(
-            graph, "lm_head.weight", weights["lm_head.weight"].astype(stored_type)
-        )
+        name = "lm_head.weight"
+        head = layers.add_weight(graph, name, weights[name], graph.compute_type)
     head = _reshape(graph, "lm_head.weight.3d", head, (1, architecture.vocab_size, -1))
     operation = graph.backend.trt.MatrixOperation
     product = graph.network.add_matrix_multiply(hidden, operation.NONE, head, operation.TRANSPOSE)

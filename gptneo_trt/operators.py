@@ -26,6 +26,8 @@ FP8_MAX = 448.0
 FLOAT32_EXPONENT = 0xFF << 23
 E4M3_SMALLEST_NORMAL = (127 - 6) << 23  # 2^-6
 TWENTY = 20 << 23  # from 2^exponent to 2^23 steps of 2^(exponent - 3)
+# MKL sums a product of 1 to 3 rows in another order than one of more; 16 is well beyond that.
+FEWEST_ROWS = 16
 
 
 def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +42,11 @@ def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
     exponent = clamped.view(torch.int32) & FLOAT32_EXPONENT
     steps = exponent.clamp_(min=E4M3_SMALLEST_NORMAL).add_(TWENTY).view(torch.float32).mul_(1.5)
     return clamped.add_(steps).sub_(steps)
+
+
+def to_int8(tensor: torch.Tensor) -> torch.Tensor:
+    """Round float32 to an integer of 8 bits: nearest even, saturating at -128 and 127."""
+    return tensor.round().clamp(-128, 127)
 
 
 def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
@@ -57,6 +64,8 @@ def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
         return lambda tensor: tensor.to(torch.bfloat16).to(torch.float32)
     if data_type == types.FP8:
         return to_fp8
+    if data_type == types.INT8:
+        return to_int8
     raise RunError(f"tensor type {data_type}: the interpreter does not know it; add it here")
 
 
@@ -161,10 +170,19 @@ def _read_matrix_multiply(layer: Any, trt: ModuleType) -> Operation:
         right = right.transpose(-1, -2) if transpose_right else right
         # One weight for all texts: a single product instead of one a text.
         if right.shape[:-2].numel() == 1:
-            right = right.reshape(right.shape[-2:])
+            return _rows_times(left, right.reshape(right.shape[-2:]))
         return torch.matmul(left, right)
 
     return multiply
+
+
+def _rows_times(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return [..., C] x [C, F]; a row's bits do not depend on how many rows are beside it."""
+    rows = left.shape[:-1].numel()
+    if rows >= FEWEST_ROWS:
+        return torch.matmul(left, right)
+    filled = functional.pad(left.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
+    return torch.matmul(filled, right)[:rows].reshape(*left.shape[:-1], -1)
 
 
 def _read_normalization(layer: Any, trt: ModuleType) -> Operation:
@@ -224,13 +242,17 @@ def _scale_shape(layer: Any, rank: int) -> Callable[[torch.Tensor], torch.Tensor
     )
 
 
+def _is_quantized(tensor: Any, trt: ModuleType) -> bool:
+    return tensor.dtype in (trt.DataType.FP8, trt.DataType.INT8)
+
+
 def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IQuantizeLayer
     _refuse_unless(
         layer,
         {
             "inputs": (layer.num_inputs, 2),
-            "to_type": (layer.get_output(0).dtype, trt.DataType.FP8),
+            "to a quantized type": (_is_quantized(layer.get_output(0), trt), True),
         },
     )
     spread = _scale_shape(layer, len(layer.get_input(0).shape))
@@ -243,7 +265,7 @@ def _read_dequantize(layer: Any, trt: ModuleType) -> Operation:
         layer,
         {
             "inputs": (layer.num_inputs, 2),
-            "from_type": (layer.get_input(0).dtype, trt.DataType.FP8),
+            "from a quantized type": (_is_quantized(layer.get_input(0), trt), True),
         },
     )
     spread = _scale_shape(layer, len(layer.get_input(0).shape))

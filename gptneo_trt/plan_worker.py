@@ -1,7 +1,7 @@
-"""The child process that builds one plan: ``python -m gptneo_trt.plan_worker JOB.json``.
+"""The child process that builds one plan: ``python -m gptneo_trt.plan_worker < JOB``.
 
-TensorRT runs in here so that a crash, a hang or a refusal costs one plan. The job names its
-inputs and where the plan goes; the plan appears only whole, beside a side-car that says what it
+TensorRT runs in here so that a crash, a hang or a refusal costs one plan. The job, in JSON, names
+its inputs and where the plan goes; the plan appears only whole, beside a side-car that says what it
 is. TensorRT's log lines go to standard error as they come, so that the parent has them even
 when this process dies. Where a GPU will run the plan, its kernels are compiled here too, in
 parallel to other plans; whether it loads is for the process that runs it to say.
@@ -16,24 +16,31 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from gptneo_trt.backend import Backend, backend_named, create_config
-from gptneo_trt.data import Architecture, Checkpoint, Scales
-from gptneo_trt.errors import BuildError, GptNeoTrtError, RunError
+from gptneo_trt.child_process import die_with
+from gptneo_trt.data import Architecture, Checkpoint, Scales, weights_sha256
+from gptneo_trt.errors import BuildError, CheckpointError, GptNeoTrtError, RunError, StorageError
 from gptneo_trt.network import Network, build_network
 from gptneo_trt.runtime import load
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import whole_file
 
-REFUSED = 3  # exit status of an error that has a message on standard output
+# Exit status of an error that has a message on standard output: of network or TensorRT; of memory
+# or disk.
+REFUSED, EXHAUSTED = 3, 4
+# TensorRT's words for it, in lower case.
+NO_MEMORY = ("bad_alloc", "out of memory")
 
 
 def build(job: dict[str, Any]) -> dict[str, Any]:
     """Build the plan that a job asks for; return what the side-car holds.
 
     Raises:
-        GptNeoTrtError: the network or TensorRT refused.
+        GptNeoTrtError: the network or TensorRT refused, or a file cannot be written.
+        MemoryError: there is not enough.
     """
     backend = backend_named(job["flavour"])
     if backend.version != job["version"]:
@@ -50,7 +57,10 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     serialized = network.builder.build_serialized_network(network.definition, config)
     lines = tuple(network.log.lines)
     if serialized is None:
-        raise BuildError(f"{backend.target}: build_serialized_network returned None", lines)
+        what = f"{backend.target}: build_serialized_network returned None"
+        if any(words in line.lower() for line in lines for words in NO_MEMORY):
+            raise MemoryError(what)
+        raise BuildError(what, lines)
     plan = bytes(serialized)
     record = {
         "flavour": backend.flavour,
@@ -74,11 +84,12 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     shape = job["architecture"] | {
         "attention_layers": tuple(job["architecture"]["attention_layers"])
     }
+    architecture = Architecture(**shape)
     checkpoint = Checkpoint(
         name=job["checkpoint"],
         revision="",
-        architecture=Architecture(**shape),
-        weights=load_file(job["weights"]),
+        architecture=architecture,
+        weights=_weights(job, architecture),
         sha256=job["checkpoint_sha256"],
     )
     known = {field.name for field in fields(Variant)}
@@ -86,6 +97,26 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     amax = job["activation_amax"]
     scales = Scales(amax, "max", checkpoint.sha256, "", 0, "") if amax else None
     return build_network(backend, checkpoint, variant, scales, job["phase"], job["context"])
+
+
+def _weights(job: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return the weights in a job's file, and remove it where they are not the checkpoint's.
+
+    Raises:
+        CheckpointError: they differ in any bit.
+    """
+    try:
+        weights = load_file(job["weights"])
+        obtained = weights_sha256(architecture, weights)
+    except (OSError, SafetensorError) as error:
+        weights, obtained = {}, f"{error}"
+    if obtained != job["checkpoint_sha256"]:
+        Path(job["weights"]).unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{job['weights']}: obtained {obtained}, expected the checkpoint "
+            f"{job['checkpoint_sha256']}; it is removed, run again"
+        )
+    return weights
 
 
 def _add_profile(network: Network, config: Any) -> None:
@@ -97,21 +128,27 @@ def _add_profile(network: Network, config: Any) -> None:
         raise BuildError("prefill: the optimization profile was refused", tuple(network.log.lines))
 
 
-def main(arguments: list[str]) -> int:
+def main(command: str) -> int:
     """Build one job; write the side-car last, so that it vouches for the plan beside it."""
-    job_file = Path(arguments[0])
-    job = json.loads(job_file.read_text(encoding="utf-8"))
+    job = json.loads(command)
+    die_with(job["parent"])
     try:
-        record = build(job)
+        record = build(job) | {"plan": Path(job["plan"]).name}
+        with whole_file(Path(job["side_car"])) as temporary:
+            side_car = json.dumps(record, indent=1, sort_keys=True)
+            temporary.write_text(side_car, encoding="utf-8")
+    except (StorageError, MemoryError) as error:
+        return _told(f"{type(error).__name__}: {error}", (), EXHAUSTED)
     except GptNeoTrtError as error:
-        lines, message = getattr(error, "log", ()), getattr(error, "message", str(error))
-        print(json.dumps({"error": message, "log": lines}))
-        return REFUSED
-    side_car = json.dumps(record | {"plan": Path(job["plan"]).name}, indent=1, sort_keys=True)
-    with whole_file(Path(job["side_car"])) as temporary:
-        temporary.write_text(side_car, encoding="utf-8")
+        return _told(getattr(error, "message", str(error)), getattr(error, "log", ()), REFUSED)
     return 0
 
 
+def _told(message: str, log: tuple[str, ...], status: int) -> int:
+    """Print what failed for the parent, and return the exit status."""
+    print(json.dumps({"error": message, "log": log}))
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.stdin.read()))

@@ -2,7 +2,8 @@
 
 A plan's cache key is over everything that shapes it: weights, ranges of the projections that the
 row quantizes, the row, phase, context, flavour, version, compute capabilities, the GPU where plans
-depend on it, and the source of the modules that build networks.
+depend on it, and the source of the modules that build networks. A plan that is there is used when
+it is byte by byte what its side-car says, and the side-car names this very plan, TensorRT and GPU.
 """
 
 import hashlib
@@ -11,26 +12,34 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-from safetensors.numpy import save_file
+from filelock import Timeout
 
 from gptneo_trt.backend import Backend
+from gptneo_trt.child_process import ending
 from gptneo_trt.data import Checkpoint, Plan, Scales
-from gptneo_trt.errors import BuildError
+from gptneo_trt.errors import BuildError, CrashError, GptNeoTrtError
+from gptneo_trt.json_file import object_from_file
 from gptneo_trt.network import activation_scales
-from gptneo_trt.plan_worker import REFUSED
+from gptneo_trt.plan_worker import EXHAUSTED, REFUSED
 from gptneo_trt.variants import Variant
-from gptneo_trt.whole_file import whole_file
+from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
 
 MIB = 1 << 20
-SOURCES = ("backend.py", "layers.py", "network.py", "plan_worker.py")
+FOLDER = Path(__file__).parent
+SOURCES = (
+    "backend.py", "data.py", "layers.py", "network.py", "plan_worker.py", "variants.py",
+)  # fmt: skip
 LAST_LINES = 12  # of a dead worker's output, enough to hold TensorRT's own last words
+REMEDY = "build it again"
+# Of the pipes of a worker whose own child outlives it.
+DRAIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,15 @@ class PlanRequest:
 
     @property
     def title(self) -> str:
-        """Return what an error message calls it."""
-        return f"variant {self.variant.name}, {self.phase}, {self.backend.target}"
+        """Return what an error message calls it: row, phase, TensorRT, precision and GPU."""
+        row, number_format = self.variant.name, self.variant.number_format
+        gpu = self.gpu or "no GPU"
+        return f"variant {row}, {self.phase}, {self.backend.target}, {number_format}, {gpu}"
+
+    @property
+    def bound_to(self) -> str:
+        """Return the GPU where a plan is for no other; "" where it is for any."""
+        return self.gpu if self.backend.builds_for_gpu_at_hand else ""
 
 
 def plan_key(request: PlanRequest) -> str:
@@ -72,7 +88,7 @@ def plan_key(request: PlanRequest) -> str:
 def _sources_sha256() -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
-        digest.update((Path(__file__).parent / name).read_bytes())
+        digest.update((FOLDER / name).read_bytes())
     return digest.hexdigest()
 
 
@@ -88,7 +104,7 @@ def _job(request: PlanRequest) -> dict[str, Any]:
         "flavour": request.backend.flavour,
         "version": request.backend.version,
         "capabilities": list(request.capabilities),
-        "gpu": request.gpu if request.backend.builds_for_gpu_at_hand else "",
+        "gpu": request.bound_to,
         "architecture": asdict(checkpoint.architecture),
         "checkpoint_sha256": checkpoint.sha256,
         "variant": row,
@@ -107,17 +123,20 @@ def build_plan(request: PlanRequest, cache: Path, timeout_s: float = 300.0) -> P
         timeout_s: after which the child is killed.
 
     Raises:
-        BuildError: the builder refused, crashed or hung; the message has TensorRT's own lines.
+        BuildError: the builder refused; the message has TensorRT's own lines. Or another process
+            has held the plan's lock for too long.
+        CrashError: the builder died, hung, or ran out of memory or disk; with its last lines.
         CalibrationError: a range is missing.
+        StorageError: the cache cannot be written.
     """
-    folder = cache / "plans"
-    folder.mkdir(parents=True, exist_ok=True)
     key = plan_key(request)
-    plan_path = folder / f"{key}.plan"
+    plan_path = cache / "plans" / f"{key}.plan"
     try:
-        with FileLock(folder / f"{key}.lock", timeout=2 * timeout_s):
-            found = _stored_plan(plan_path, cached=True)
-            found = found or _build(request, cache, plan_path, timeout_s)
+        with writer_lock(plan_path, timeout_s=2 * timeout_s):
+            found, why = _stored_plan(plan_path, request)
+            if found is None:
+                found = _build(request, cache, plan_path, timeout_s)
+                found = replace(found, log=(*why, *found.log))
             return replace(found, kernels=_kernels(plan_path, request))
     except Timeout as error:
         raise BuildError(
@@ -134,101 +153,149 @@ def _kernels(plan_path: Path, request: PlanRequest) -> Path | None:
     return plan_path.with_suffix(f".{gpu}.kernels")
 
 
-def _stored_plan(plan_path: Path, cached: bool) -> Plan | None:
-    """Return the plan if it is whole and is what its side-car says; None otherwise."""
+def _stored_plan(plan_path: Path, request: PlanRequest) -> tuple[Plan | None, tuple[str, ...]]:
+    """Return the plan if it may be used; else None and, unless there is none, a line why not."""
+    side_car = plan_path.with_suffix(".json")
+    if not plan_path.exists() and not side_car.exists():
+        return None, ()
     try:
-        record = json.loads(plan_path.with_suffix(".json").read_text(encoding="utf-8"))
-        digest = hashlib.sha256(plan_path.read_bytes()).hexdigest()
-        if digest != record["sha256"]:
-            return None
-        size, log = plan_path.stat().st_size / MIB, tuple(record["log"])
-        return Plan(plan_path, size, record["build_s"], cached, log, sha256=digest)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+        record = object_from_file(side_car, BuildError, REMEDY)
+        content = plan_path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        wrong = _differences(record, _identity(plan_path, request) | {"sha256": digest})
+        log, build_s = record["log"], record["build_s"]
+        if type(log) is not list or {*map(type, log)} - {str} or type(build_s) is not float:
+            wrong.append(f"its side-car says log {log!r}, build_s {build_s!r}")
+    except (BuildError, KeyError, OSError, TypeError, ValueError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        return None, (f"[WARNING] {plan_path.name} is not used but built again: {wrong[0]}",)
+    size = len(content) / MIB
+    return Plan(plan_path, size, build_s, cached=True, log=tuple(log), sha256=digest), ()
+
+
+def _identity(plan_path: Path, request: PlanRequest) -> dict[str, Any]:
+    """Return what the side-car of this very plan says."""
+    identity = {
+        "plan": plan_path.name,
+        "flavour": request.backend.flavour,
+        "version": request.backend.version,
+        "capabilities": list(request.capabilities),
+    }
+    return identity | ({"gpu": request.gpu} if request.bound_to else {})
+
+
+def _differences(record: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Return one line with all that a side-car says otherwise; none where it says the same."""
+    other = [name for name in expected if record.get(name) != expected[name]]
+    if not other:
+        return []
+    found = ", ".join(f"{name} {record.get(name)!r}" for name in other)
+    wanted = ", ".join(f"{name} {expected[name]!r}" for name in other)
+    return [f"its side-car says {found}; this run needs {wanted}"]
 
 
 def _stored_weights(checkpoint: Checkpoint, cache: Path) -> Path:
     """Return a safetensors file of the checkpoint's weights, written once for the workers."""
-    folder = cache / "weights"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{checkpoint.sha256}.safetensors"
-    with FileLock(path.with_suffix(".lock")):
+    path = cache / "weights" / f"{checkpoint.sha256}.safetensors"
+    with writer_lock(path):
         if not path.exists():
-            with whole_file(path) as temporary:
-                save_file(dict(checkpoint.weights), temporary)
+            write_tensors(path, checkpoint.weights)
     return path
 
 
 def _build(request: PlanRequest, cache: Path, plan_path: Path, timeout_s: float) -> Plan:
-    side_car = plan_path.with_suffix(".json")
     _clear(plan_path)
-    variant = _job(request)["variant"] | {"name": request.variant.name, "summary": ""}
-    job = _job(request) | {
-        "variant": variant,
+    shaping = _job(request)
+    job = shaping | {
+        "variant": shaping["variant"] | {"name": request.variant.name, "summary": ""},
         "checkpoint": request.checkpoint.name,
         "weights": str(_stored_weights(request.checkpoint, cache)),
         "plan": str(plan_path),
-        "side_car": str(side_car),
-        "runs_on": request.gpu,
+        "side_car": str(plan_path.with_suffix(".json")),
         "kernels": str(_kernels(plan_path, request) or ""),
+        "runs_on": request.gpu,
+        "parent": os.getpid(),
     }
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        job_file = Path(folder) / "job.json"
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        command = [sys.executable, "-m", "gptneo_trt.plan_worker", str(job_file)]
-        try:
-            _run_worker(request, command, Path(folder), timeout_s)
-        except BuildError:
-            _clear(plan_path)
-            raise
-    plan = _stored_plan(plan_path, cached=False)
+    command = [sys.executable, "-m", "gptneo_trt.plan_worker"]
+    try:
+        _run_worker(request, command, job, timeout_s)
+    except GptNeoTrtError:
+        _clear(plan_path)
+        raise
+    plan, why = _stored_plan(plan_path, request)
     if plan is None:
-        raise BuildError(f"{request.title}: the worker ended well but {plan_path} is not whole")
-    return plan
+        raise CrashError(
+            f"{request.title}: the worker ended well but {plan_path} is not whole", why
+        )
+    return replace(plan, cached=False)
 
 
 def _clear(plan_path: Path) -> None:
     """Remove plan, side-car and what a worker that was killed was still writing."""
+    remove_abandoned(plan_path.parent)
     for path in plan_path.parent.glob(f"{plan_path.stem}.*"):
         if path.suffix != ".lock":
             path.unlink(missing_ok=True)
 
 
 def _run_worker(
-    request: PlanRequest, command: Sequence[str], folder: Path, timeout_s: float
+    request: PlanRequest, command: Sequence[str], job: Mapping[str, Any], timeout_s: float
 ) -> None:
-    """Run the child; turn every way in which it can end badly into a BuildError."""
+    """Run the child; turn every way in which it can end badly into an error."""
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    output, errors = folder / "stdout", folder / "stderr"
-    with output.open("wb") as out, errors.open("wb") as err:
-        worker = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=err,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,
-        )
-        try:
-            status = worker.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
-    if status == 0:
-        return
-    said = errors.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-    if status == REFUSED:
-        # The last line: native code may have written to standard output before.
-        refusal = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
-        raise BuildError(f"{request.title}: {refusal['error']}", tuple(refusal["log"]))
-    if status is None:
-        reason = f"the builder hung and was killed after {timeout_s:g} s"
-    elif status < 0:
-        reason = f"the builder died of {signal.Signals(-status).name}"
-    else:
-        reason = f"the builder ended with status {status}"
-    raise BuildError(f"{request.title}: {reason}", tuple(said))
+    started = time.monotonic()
+    worker = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        worker.communicate(json.dumps(job).encode(), timeout_s)
+    except subprocess.TimeoutExpired:
+        pass  # what it said so far is kept
+    finally:
+        status, seconds = worker.poll(), time.monotonic() - started
+        output, errors = _end(worker)
+    if status != 0:
+        raise _error(request, status, seconds, (output, errors))
+
+
+def _end(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """Kill a worker and all that it started; return its output and its errors."""
+    with suppress(ProcessLookupError):  # they are gone already
+        os.killpg(worker.pid, signal.SIGKILL)
+    try:
+        said = worker.communicate(timeout=DRAIN_S)
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"", error.stderr or b"")
+    output, errors = (each.decode(errors="replace") for each in said)
+    return output, errors
+
+
+def _error(
+    request: PlanRequest, status: int | None, seconds: float, said: tuple[str, str]
+) -> BuildError | CrashError:
+    """Return the error of a worker that ended so, or did not, with its output and errors."""
+    output, errors = (each.splitlines() for each in said)
+    told = _told(output) if status in (REFUSED, EXHAUSTED) else None
+    if told and status == REFUSED:
+        return BuildError(f"{request.title}: {told['error']}", tuple(told["log"]))
+    how = f"gave up after {seconds:.1f} s: {told['error']}" if told else ending(status, seconds)
+    return CrashError(f"{request.title}: the builder {how}", tuple(errors[-LAST_LINES:]))
+
+
+def _told(output: Sequence[str]) -> dict[str, Any] | None:
+    """Return what a worker has told, in its last line; None where it has told nothing.
+
+    Native code may have written to standard output before, and may exit with any status.
+    """
+    try:
+        told = json.loads(output[-1])
+        return {"error": str(told["error"]), "log": [str(line) for line in told["log"]]}
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None

@@ -2,18 +2,34 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from reprlib import repr as short
+from typing import Any
 
 import numpy as np
 
 from gptneo_trt.data import Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
-from gptneo_trt.whole_file import whole_file
+from gptneo_trt.json_file import object_from_file
+from gptneo_trt.whole_file import whole_file, writer_lock
 
 # Any positive range gives the same plan; a power of two keeps the weights' rounding visible.
 CONSTANT_AMAX = 4.0
+REMEDY = "delete it"
+PACKAGES = ("nvidia-modelopt", "torch", "transformers")
+SOURCES = ("calibrate.py", "reference.py")
+MEMBERS = {
+    "activation_amax": dict,
+    "method": str,
+    "checkpoint_sha256": str,
+    "text_sha256": str,
+    "tokens": int,
+    "modelopt_version": str,
+    "notes": list,
+    "other_amax": dict,
+}
 
 
 def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
@@ -30,20 +46,55 @@ def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
 def scales_path(cache: Path, checkpoint: Checkpoint, text: TextSet) -> Path:
     """Return where calibrated scales are kept: a name over all that shapes them.
 
-    Checkpoint, token ids, ModelOpt's version and the source of ``calibrate``.
+    Checkpoint, token ids, versions of PACKAGES and sources of SOURCES.
     """
-    try:
-        version = metadata.version("nvidia-modelopt")
-    except metadata.PackageNotFoundError:
-        version = "absent"
-    source = Path(__file__).with_name("calibrate.py").read_bytes()
-    parts = (checkpoint.sha256, text.token_ids_sha256, version, hashlib.sha256(source).hexdigest())
+    parts = [checkpoint.sha256, text.token_ids_sha256, *map(_version, PACKAGES)]
+    for name in SOURCES:
+        source = Path(__file__).with_name(name).read_bytes()
+        parts.append(hashlib.sha256(source).hexdigest())
     return cache / "scales" / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def kept_scales(
+    path: Path,
+    checkpoint: Checkpoint,
+    text: TextSet,
+    modules: Sequence[str],
+    calibrated: Callable[[], Scales],
+) -> Scales:
+    """Return stored scales; where there are none of these, calibrate, in one process at a time.
+
+    Args:
+        path: see ``scales_path``.
+        checkpoint, text, modules: what they must be of.
+        calibrated: calibrates.
+
+    Raises:
+        CalibrationError: see ``read_scales``.
+        StorageError: they cannot be written.
+    """
+    with writer_lock(path):
+        found = read_scales(path, checkpoint, text, modules)
+        if found is None:
+            found = calibrated()
+            write_scales(path, found)
+    return found
 
 
 def write_scales(path: Path, scales: Scales) -> None:
     """Write scales as JSON, whole or not at all."""
-    content = {**vars(scales), "activation_amax": dict(scales.activation_amax)}
+    other = {method: dict(ranges) for method, ranges in scales.other_amax.items()}
+    content = vars(scales) | {
+        "activation_amax": dict(scales.activation_amax),
+        "other_amax": other,
+    }
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -56,18 +107,22 @@ def read_scales(
 
     None means that there are none of these: calibrate. Values are checked again on reading.
 
+    Reading takes at most MEMORY_FACTOR of ``json_file`` times the size of the file.
+
     Raises:
-        CalibrationError: the file cannot be read, or holds a value that is no range.
+        CalibrationError: the file is not one that ``write_scales`` wrote, or holds a value that
+            is no range.
     """
     if not path.exists():
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content["activation_amax"] = {k: float(v) for k, v in content["activation_amax"].items()}
-        content["notes"] = tuple(content["notes"])
-        scales = Scales(**content)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CalibrationError(f"{path}: not a scales file: {error}; delete it") from error
+    content = object_from_file(path, CalibrationError, REMEDY)
+    wrong = sorted(_mismatches(content))
+    if wrong:
+        raise CalibrationError(f"{path}: not a scales file: {'; '.join(wrong)}; {REMEDY}")
+    other = {method: _floats(ranges) for method, ranges in content["other_amax"].items()}
+    amax, notes = _floats(content["activation_amax"]), tuple(content["notes"])
+    changed = {"activation_amax": amax, "other_amax": other, "notes": notes}
+    scales = Scales(**content | changed)
     of_this = (
         scales.checkpoint_sha256 == checkpoint.sha256
         and scales.text_sha256 == text.sha256
@@ -76,10 +131,37 @@ def read_scales(
     )
     if not of_this:
         return None
-    wrong = sorted(m for m, amax in scales.activation_amax.items() if not 0 < amax < np.inf)
+    found = (scales.activation_amax, *scales.other_amax.values())
+    wrong = sorted({m for ranges in found for m, amax in ranges.items() if not 0 < amax < np.inf})
     if wrong:
-        raise CalibrationError(f"{path}: ranges of {wrong} are not positive; delete it")
+        raise CalibrationError(f"{path}: ranges of {wrong} are not positive; {REMEDY}")
     return scales
+
+
+def _mismatches(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keeps parsed JSON from being what ``write_scales`` writes."""
+    for name in content.keys() - MEMBERS.keys():
+        yield f"{name}: expected no such member"
+    for name, kind in MEMBERS.items():
+        if type(content.get(name)) is not kind:
+            yield f"{name}: obtained {short(content.get(name))}, expected {kind.__name__}"
+    other, notes = content.get("other_amax"), content.get("notes")
+    named = {f"other_amax/{method}": ranges for method, ranges in _items(other)}
+    for name, ranges in {"activation_amax": content.get("activation_amax"), **named}.items():
+        wrong = [each for _, each in _items(ranges) if type(each) not in (int, float)]
+        if wrong or type(ranges) is not dict:
+            yield f"{name}: obtained {short(ranges)}, expected numbers"
+    if isinstance(notes, list) and not all(isinstance(note, str) for note in notes):
+        yield f"notes: obtained {short(notes)}, expected strings"
+
+
+def _items(found: Any) -> Iterable[tuple[str, Any]]:
+    """Return the items of a dict; none of anything else."""
+    return found.items() if isinstance(found, dict) else ()
+
+
+def _floats(ranges: Mapping[str, float]) -> dict[str, float]:
+    return {module: float(amax) for module, amax in ranges.items()}
 
 
 def ranges_sha256(ranges: Mapping[str, float]) -> str:

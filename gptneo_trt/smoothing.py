@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gptneo_trt.checkpoint import weights_sha256
-from gptneo_trt.data import Checkpoint
+from gptneo_trt.data import Checkpoint, weights_sha256
 from gptneo_trt.errors import CalibrationError
 
 # LayerNorm of a block -> the products that read its output.

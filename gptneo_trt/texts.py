@@ -4,7 +4,6 @@ Which texts there are: see ``text_sources``.
 """
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 from datasets import IterableDataset
-from tokenizers import Tokenizer
 
 from gptneo_trt.data import TextSet
 from gptneo_trt.errors import CheckpointError
-from gptneo_trt.hub import folder_from_hub
+from gptneo_trt.hub import folder_from_hub, unusable
 from gptneo_trt.text_sources import TextSource, text_source
+from gptneo_trt.tokenizer import tokenizer_from_file
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "fixtures" / "text"
 # How rows become token ids, and which positions are scored.
@@ -97,6 +96,9 @@ def _files(row: TextSource) -> list[Path]:
         folder = folder_from_hub(row.repo, row.revision, [row.file], repo_type="dataset")
     files = sorted(folder.glob(row.file))
     sizes = {str(file): file.stat().st_size for file in files}
+    if not files and row.repo:  # a download that was cut short
+        why = f"no file in {folder}"
+        raise unusable(row.repo, row.revision, "dataset", [row.file], why)
     if not files or not all(sizes.values()):
         raise CheckpointError(
             f"text {row.name!r}: obtained {sizes or 'no file'} for {row.file} in {folder}, "
@@ -120,7 +122,7 @@ def text_set_from_texts(
     Raises:
         CheckpointError: see ``text_set``.
     """
-    tokenizer, tokenizer_sha256 = _tokenizer(tokenizer_file)
+    tokenizer, tokenizer_sha256 = tokenizer_from_file(tokenizer_file)
     joined = row.join.join(texts)
     pieces = [joined] if row.cut == "windows" else list(texts)
     encodings = tokenizer.encode_batch(pieces, add_special_tokens=False)
@@ -140,30 +142,6 @@ def text_set_from_texts(
         tokenizer_sha256=tokenizer_sha256,
         window=window,
     )
-
-
-def _tokenizer(file: Path | None) -> tuple[Tokenizer, str]:
-    """Return a tokenizer that neither truncates nor pads, and the SHA-256 of its file.
-
-    Raises:
-        CheckpointError: none, or no JSON object with a model.
-    """
-    if file is None:
-        raise CheckpointError(
-            "tokenizer: obtained none, expected a tokenizer.json beside the weights; use a "
-            "checkpoint that has one (random checkpoints have no text)"
-        )
-    try:
-        content = file.read_bytes()
-        parsed = json.loads(content)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"tokenizer {file}: obtained {error}, expected JSON") from error
-    if not isinstance(parsed, dict) or "model" not in parsed:
-        raise CheckpointError(f"tokenizer {file}: obtained no model, expected a tokenizer.json")
-    tokenizer = Tokenizer.from_str(content.decode())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, hashlib.sha256(content).hexdigest()
 
 
 def _cut(streams: Sequence[np.ndarray], row: TextSource, window: int) -> list[np.ndarray]:

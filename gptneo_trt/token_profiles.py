@@ -1,5 +1,8 @@
 """Values a token -> what a report shows of them: over position, their distribution, the worst."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
 from gptneo_trt.data import ReferenceDistribution, TokenMetrics, WorstToken
@@ -8,6 +11,7 @@ POSITION_BIN = 16  # tokens
 # Nats, from below what fp16 loses to above what any row does; a bin is a quarter of a decade.
 KL_EDGES_NATS = tuple(float(edge) for edge in np.logspace(-7, 1, 33))
 TOP = 5
+CONTEXT = 24  # tokens shown before a worst one
 
 
 def positions(tokens: TokenMetrics) -> np.ndarray:
@@ -62,6 +66,39 @@ def worst_tokens(
         )
         for row in worst
     )
+
+
+def described(
+    worst: Sequence[WorstToken],
+    texts: Sequence[np.ndarray],
+    text_of: Callable[[Sequence[int]], str],
+) -> list[dict[str, Any]]:
+    """Return the same tokens with their texts, of JSON types.
+
+    Args:
+        worst: see ``worst_tokens``.
+        texts: int32 [T] each, of the set that they are of.
+        text_of: token ids -> text.
+    """
+    return [
+        {
+            "text": each.text,
+            "position": each.position,
+            "kl_nats": each.kl_nats,
+            "before": text_of(
+                texts[each.text][max(0, each.position + 1 - CONTEXT) : each.position + 1].tolist()
+            ),
+            "target": text_of([each.target]) if each.target >= 0 else "",
+        }
+        | {
+            side: [
+                {"token": text_of([token]), "probability": probability}
+                for token, probability in getattr(each, side)
+            ]
+            for side in ("expected", "obtained")
+        }
+        for each in worst
+    ]
 
 
 def _most_likely(logits: np.ndarray) -> tuple[tuple[int, float], ...]:

@@ -5,7 +5,7 @@ Quantize/Dequantize around the matrix products of q, k, v, c_fc and c_proj, one 
 tensor, weights amax / 448, activations calibrated.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from gptneo_trt.errors import VariantError
 
@@ -20,6 +20,17 @@ PROJECTIONS = {
 }
 RECIPE = ("q_proj", "k_proj", "v_proj", "c_fc", "c_proj")
 TYPES = ("fp32", "fp16")
+FORMATS = ("fp8", "int8")
+WEIGHT_SCALES = ("tensor", "channel")
+CALIBRATIONS = ("max", "percentile", "mse")
+# Field -> what it may be.
+CHOICES = {
+    "compute_type": TYPES,
+    "dequantize_type": TYPES,
+    "quantized_format": FORMATS,
+    "weight_scales": WEIGHT_SCALES,
+    "calibration": CALIBRATIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,16 @@ class Variant:
     Attributes:
         name: row name, test id, file name and report row.
         summary: one line for people.
-        quantized: projection kinds in FP8; empty for a floating-point row.
+        quantized: projection kinds that are quantized; empty for a floating-point row.
         compute_type: type of weights and activations, "fp16" or "fp32".
         dequantize_type: output type of Dequantize, and so of the quantized products.
         activation_scale_factor: multiplies every calibrated activation scale.
         float_edge_layers: blocks left unquantized at each end.
+        quantized_format: "fp8" (E4M3) or "int8", of weights and of the activations they multiply.
+        weight_scales: one a "tensor", or one an output "channel".
+        quantized_activations: False quantizes weights alone; they are multiplied in compute_type.
+        calibration: how the range of an activation is found: its largest value ("max"), the
+            99.99 % quantile ("percentile"), or the smallest mean squared error ("mse").
 
     Raises:
         VariantError: an unknown or empty set of projections, an unknown type, a factor that is
@@ -47,6 +63,10 @@ class Variant:
     dequantize_type: str = "fp16"
     activation_scale_factor: float = 1.0
     float_edge_layers: int = 0
+    quantized_format: str = "fp8"
+    weight_scales: str = "tensor"
+    quantized_activations: bool = True
+    calibration: str = "max"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantized", tuple(dict.fromkeys(self.quantized)))
@@ -54,25 +74,36 @@ class Variant:
         unknown = sorted(set(self.quantized) - set(PROJECTIONS))
         if unknown:
             wrong.append(f"unknown projections {unknown}, expected some of {list(PROJECTIONS)}")
-        for field_name in ("compute_type", "dequantize_type"):
-            if getattr(self, field_name) not in TYPES:
-                obtained = getattr(self, field_name)
-                wrong.append(f"{field_name} {obtained!r}, expected one of {list(TYPES)}")
+        for field_name, choices in CHOICES.items():
+            obtained = getattr(self, field_name)
+            if obtained not in choices:
+                wrong.append(f"{field_name} {obtained!r}, expected one of {list(choices)}")
         if not 0 < self.activation_scale_factor < float("inf"):
             factor = self.activation_scale_factor
             wrong.append(f"activation_scale_factor {factor}, expected a positive number")
         if self.float_edge_layers < 0:
             wrong.append(f"float_edge_layers {self.float_edge_layers}, expected 0 or more")
-        settings = (self.dequantize_type, self.activation_scale_factor, self.float_edge_layers)
-        if not self.quantized and (settings != ("fp16", 1.0, 0) or "fp8" in self.name):
+        plain = all(
+            getattr(self, field.name) == field.default
+            for field in fields(self)
+            if field.name not in ("name", "summary", "quantized", "compute_type")
+        )
+        if not self.quantized and not (plain and not _named_after_a_format(self.name)):
             wrong.append(f"it quantizes nothing; name some of {list(PROJECTIONS)} in `quantized`")
+        if not self.quantized_activations and self._calibrates:
+            wrong.append("its activations are not quantized, so nothing of them is calibrated")
         if wrong:
             raise VariantError(f"variant {self.name!r}: " + "; ".join(wrong))
 
     @property
+    def _calibrates(self) -> bool:
+        return self.activation_scale_factor != 1.0 or self.calibration != "max"
+
+    @property
     def number_format(self) -> str:
-        """Return the narrowest format that it multiplies: "fp8", or its compute type."""
-        return "fp8" if self.quantized else self.compute_type
+        """Return the narrowest format that it multiplies: a quantized one, or its compute type."""
+        quantizes = self.quantized and self.quantized_activations
+        return self.quantized_format if quantizes else self.compute_type
 
     def quantized_modules(self, num_layers: int) -> tuple[str, ...]:
         """Return the module paths in FP8, for example ``transformer.h.0.mlp.c_fc``, in order.
@@ -94,6 +125,10 @@ class Variant:
                 "float_edge_layers or use a deeper checkpoint"
             )
         return modules
+
+
+def _named_after_a_format(name: str) -> bool:
+    return any(each in name for each in FORMATS)
 
 
 def _without(kind: str) -> tuple[str, ...]:

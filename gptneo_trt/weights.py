@@ -3,18 +3,16 @@
 Nothing is unpickled, guessed or initialised: a parameter is in a file, or it is an error.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from gptneo_trt.data import Architecture
 from gptneo_trt.errors import CheckpointError
+from gptneo_trt.json_file import object_from_file
+from gptneo_trt.stored_tensors import StoredTensor, arrays_in_file, tensors_in_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,16 +22,7 @@ DTYPES = ("BF16", "F16", "F32")
 # Causal masks and their fill value, stored by transformers before 4.32.
 MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.attention\.(bias|masked_bias)")
 CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Say where a tensor is, as the header of its file has it; ``dtype`` for example "F16"."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+WHOLE = "copy the whole checkpoint"
 
 
 def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -78,7 +67,7 @@ def weights_from_folder(
     stored, notes = _stored_tensors(folder)
     stored, naming_notes = _with_hugging_face_names(stored, folder)
     _check(stored, architecture, folder)
-    weights = {name: _array(tensor) for name, tensor in sorted(stored.items())}
+    weights = _arrays(stored, _copy(folder))
     _check_finite(weights, folder)
     head = weights.get(HEAD)
     if architecture.tied_head and head is not None:
@@ -101,7 +90,9 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     single = folder / SINGLE_FILE
     if single.is_file():
         others = sorted(path.name for path in folder.glob("*.safetensors") if path != single)
-        return _header(single), [f"ignored {name}: there is no index" for name in others]
+        return tensors_in_file(single, _copy(folder)), [
+            f"ignored {name}: there is no index" for name in others
+        ]
     found = sorted(path.name for path in folder.iterdir())
     raise CheckpointError(
         f"{folder}: obtained no weights in safetensors ({SINGLE_FILE} or {INDEX_FILE}) among "
@@ -121,27 +112,36 @@ def _pickle_hint(folder: Path) -> str:
     )
 
 
+def _copy(folder: Path) -> str:
+    """Return what to do about a damaged file."""
+    return f"copy the file again{_pickle_hint(folder)}"
+
+
 def _indexed_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors that the index names, each from the shard that it names."""
-    weight_map = object_from_json(folder / INDEX_FILE).get("weight_map")
+    index = folder / INDEX_FILE
+    weight_map = object_from_file(index, CheckpointError, WHOLE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX_FILE}: obtained no weight_map, expected an object")
-    shards = sorted(set(map(str, weight_map.values())))
+        raise CheckpointError(f"{index}: obtained no weight_map, expected an object; {WHOLE}")
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: obtained a shard without a name, expected text; {WHOLE}")
+    shards = sorted(set(weight_map.values()))
+    present = {path.name for path in folder.iterdir() if path.is_file()}
     wrong = [
         f"shard {shard}: obtained no such file, expected it since {INDEX_FILE} names it"
         for shard in shards
-        if Path(shard).name != shard or not (folder / shard).is_file()
+        if shard not in present
     ]
     if wrong:
-        raise CheckpointError(_listed(folder, wrong, "copy the whole checkpoint"))
-    headers = {shard: _header(folder / shard) for shard in shards}
+        raise CheckpointError(_listed(folder, wrong, WHOLE))
+    headers = {shard: tensors_in_file(folder / shard, _copy(folder)) for shard in shards}
     wrong = [
         f"{name}: obtained nothing in {shard}, expected it since {INDEX_FILE} says so"
         for name, shard in weight_map.items()
         if name not in headers[shard]
     ]
     if wrong:
-        raise CheckpointError(_listed(folder, wrong, "copy the whole checkpoint"))
+        raise CheckpointError(_listed(folder, wrong, WHOLE))
     strays = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in shards)
     notes = [f"ignored {name}: {INDEX_FILE} does not name it" for name in strays]
     notes += [
@@ -151,54 +151,6 @@ def _indexed_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         if weight_map.get(name) != shard
     ]
     return {name: headers[shard][name] for name, shard in weight_map.items()}, notes
-
-
-def _header(file: Path) -> dict[str, StoredTensor]:
-    """Return name -> tensor as the header says, after comparing sizes.
-
-    Format: 8 bytes of length, little endian; that much JSON; the data
-    (https://github.com/huggingface/safetensors#format).
-
-    Raises:
-        CheckpointError: malformed, or the file is shorter or longer than its header says.
-    """
-    actual = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if 0 < length <= actual - 8 else b""
-    try:
-        header = {k: v for k, v in json.loads(text or b"null").items() if k != "__metadata__"}
-        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-        tensors = {
-            name: StoredTensor(file, name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in header.items()
-        }
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: obtained {actual} bytes without a safetensors header, expected one of "
-            f"{length} bytes; copy the file again{_pickle_hint(file.parent)}"
-        ) from error
-    expected = 8 + length + max(ends, default=0)
-    if actual != expected:
-        raise CheckpointError(
-            f"{file}: obtained {actual} bytes, expected {expected}; copy the file again"
-        )
-    return tensors
-
-
-def object_from_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        CheckpointError: not there, not UTF-8, malformed or not an object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: obtained {error}, expected a JSON object") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: obtained a {type(value).__name__}, expected a JSON object")
-    return value
 
 
 def _with_hugging_face_names(
@@ -235,6 +187,10 @@ def _check(stored: Mapping[str, StoredTensor], architecture: Architecture, folde
 
 
 def _differences(stored: Mapping[str, StoredTensor], architecture: Architecture) -> Iterator[str]:
+    if architecture.num_layers > len(stored):
+        layers = architecture.num_layers
+        yield f"tensors: obtained {len(stored)}, expected 12 a layer of num_layers {layers}"
+        return
     expected = parameter_shapes(architecture)
     for name in expected.keys() - stored.keys():
         flag = " (tie_word_embeddings is false)" if name == HEAD else ""
@@ -252,14 +208,13 @@ def _differences(stored: Mapping[str, StoredTensor], architecture: Architecture)
             yield f"{name}: obtained type {tensor.dtype}, expected one of {list(DTYPES)}"
 
 
-def _array(tensor: StoredTensor) -> np.ndarray:
-    """Return the tensor as float16 or float32."""
-    if tensor.dtype != "BF16":
-        with safe_open(tensor.file, framework="np") as file:
-            return file.get_tensor(tensor.name)
-    # numpy has no bfloat16, so PyTorch reads and widens it.
-    with safe_open(tensor.file, framework="pt") as file:
-        return file.get_tensor(tensor.name).float().numpy()
+def _arrays(stored: Mapping[str, StoredTensor], remedy: str) -> dict[str, np.ndarray]:
+    """Return name -> float16 or float32, sorted; each file is opened once."""
+    weights: dict[str, np.ndarray] = {}
+    for file in {tensor.file for tensor in stored.values()}:
+        inside = {name: tensor for name, tensor in stored.items() if tensor.file == file}
+        weights |= arrays_in_file(file, inside, remedy)
+    return dict(sorted(weights.items()))
 
 
 def _check_finite(weights: Mapping[str, np.ndarray], folder: Path) -> None:

@@ -1,24 +1,113 @@
-"""Write files that appear whole or not at all."""
+"""Write files that appear whole or not at all, one process at a time."""
 
+import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from gptneo_trt.errors import StorageError
+
+ID_BYTES = 8
+TEMPORARIES = f".*.{'[0-9a-f]' * 2 * ID_BYTES}.tmp"
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside ``path``; it becomes ``path`` when the block ends well.
+    """Give a temporary path, in a folder beside ``path``; it becomes ``path`` when all went well.
 
     The content reaches the disk before the name does, so that a process killed at any moment
-    leaves the old file, the new one, or none. A block that raises leaves nothing behind.
+    leaves the old file, the new one, or none. A block that raises leaves nothing behind; what a
+    killed process left is removed by whoever writes into the folder next. (A folder, since
+    safetensors writes into a temporary file of its own.)
+
+    Raises:
+        StorageError: the disk is full, or the folder may not be written; ``path`` is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder = path.with_name(f".{path.name}.{secrets.token_hex(ID_BYTES)}.tmp")
     try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path.parent)
+        held = _claimed(folder)
+        try:
+            yield folder / path.name
+            with (folder / path.name).open("rb") as file:
+                os.fsync(file.fileno())
+            (folder / path.name).replace(path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
+    except OSError as error:
+        raise StorageError(f"{path} {_unwritable(error)}") from error
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file whole or not at all.
+
+    Raises:
+        StorageError: see ``whole_file``.
+    """
+    with whole_file(path) as temporary:
+        try:
+            save_file(dict(tensors), temporary, metadata=dict(metadata) if metadata else None)
+        except SafetensorError as error:
+            raise OSError(f"{error}") from error
+
+
+@contextmanager
+def writer_lock(path: Path, timeout_s: float = -1) -> Iterator[None]:
+    """Make the folder of a file, and hold the lock beside the file; a dead process holds none.
+
+    Raises:
+        Timeout: another process still has it after so many seconds; -1 waits for ever.
+        StorageError: the disk is full, or the folder may not be written.
+    """
+    lock = FileLock(path.with_suffix(".lock"), timeout=timeout_s)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} {_unwritable(error)}") from error
+    try:
+        yield
     finally:
-        temporary.unlink(missing_ok=True)
+        lock.release()
+
+
+def _unwritable(reason: OSError) -> str:
+    return f"cannot be written: {reason}; free space there, or use another folder"
+
+
+def _claimed(folder: Path) -> int:
+    """Make a folder and lock it; return the descriptor that holds the lock until it is closed."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # another writer took it for abandoned just now
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.exists():
+                return descriptor
+            os.close(descriptor)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders in a folder that no process holds any more."""
+    for path in folder.glob(TEMPORARIES):
+        with suppress(OSError):  # it is held, or gone
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(descriptor)

@@ -4,7 +4,7 @@ A gate test is one cell. Its marker ``cells`` names the phases and metrics it ru
 its Cell to the fixture ``judge``, which records it and fails the test unless it passed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from gptneo_trt.inspection import fingerprint
 from gptneo_trt.network import PHASES, Network, build_network
 from gptneo_trt.scales import ranges_sha256
 from gptneo_trt.targets import Gpu, Target
+from gptneo_trt.token_profiles import described
+from gptneo_trt.tokenizer import text_from_file
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import cells, hardware
 from tests.gate.blame import with_changes
@@ -209,17 +211,28 @@ def built_network(
 
 @pytest.fixture(scope="session")
 def measured(
-    gate_run: GateRun, measurement, second_roll, target: Target, variants: list[Variant]
+    gate_run: GateRun,
+    measurement,
+    second_roll,
+    target: Target,
+    variants: list[Variant],
+    request: pytest.FixtureRequest,
 ) -> Callable[[Variant, str], Measurement]:
     """Return a function (variant, phase) -> Measurement that keeps its figures.
 
-    Where baselines are written, those of a selected row's noise too.
+    Where baselines are written, those of a selected row's noise too; where a report is, the
+    texts of its worst tokens.
     """
     rolled: set[tuple[str, str]] = set()
+    reports = request.config.getoption("--gate-report")
 
     def get(variant: Variant, phase: str) -> Measurement:
         found = measurement(variant, phase)
         gate_run.add_measurement(variant.name, phase, found)
+        if reports and found.worst:
+            text_of, prose = request.getfixturevalue("text_of"), request.getfixturevalue("texts")
+            worst = described(found.worst, prose["prose"].token_ids, text_of)
+            gate_run.profiles[variant.name][phase]["worst"] = worst
         if second_roll and variant in variants and (variant.name, phase) not in rolled:
             again = second_roll(variant, phase)
             gate_run.add_noise(variant.name, phase, found, again, is_bound=target.needs_gpu)
@@ -227,6 +240,12 @@ def measured(
         return found
 
     return get
+
+
+@pytest.fixture(scope="session")
+def text_of(checkpoint: Checkpoint) -> Callable[[Sequence[int]], str]:
+    """Return a function token ids -> text."""
+    return text_from_file(checkpoint.tokenizer_file)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from gptneo_trt.backend import FLAVOURS, backend_named
 from gptneo_trt.checkpoint import random_checkpoint
 from gptneo_trt.data import Architecture
 from gptneo_trt.errors import GptNeoTrtError
+from gptneo_trt.known_failures import STAGE_ERRORS
 from gptneo_trt.plans import PlanRequest, build_plan
 from gptneo_trt.runtime import load
 from gptneo_trt.targets import Gpu, gpu_mismatch
@@ -59,7 +60,8 @@ def _tensorrt_refusal(config: pytest.Config, gpu: Gpu) -> str | None:
         load(backend, built.path, built.kernels)
     except GptNeoTrtError as error:
         text = str(error)
-        known = [row for row in known_failures_here(config) if row.matches(text)]
+        rows = known_failures_here(config)
+        known = [r for r in rows if isinstance(error, STAGE_ERRORS[r.stage]) and r.matches(text)]
         reason = "".join(f"\nknown failure {row.id}: {row.summary}" for row in known)
         return (
             f"target {target_of(config).name}: needed a TensorRT that runs on {gpu.title}, found "

@@ -22,7 +22,8 @@ def last_rows(
     Texts are padded to the longest of those that run together, or to the next of ``widths``,
     ascending, where these are given.
     """
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    # By content where lengths are equal, so that the order of the texts decides nothing.
+    order = sorted(range(len(texts)), key=lambda i: (len(texts[i]), texts[i].tobytes()))
     rows: dict[int, np.ndarray] = {}
     for start in range(0, len(order), BUCKET):
         group = order[start : start + BUCKET]

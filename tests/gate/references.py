@@ -2,7 +2,7 @@
 
 Computing them takes seconds, and so does importing transformers, which a warm run then does
 without. The key covers all that shapes them: checkpoint, token ids, type, library versions and
-the source of ``gptneo_trt.reference``.
+the source of what makes and pads them.
 """
 
 import hashlib
@@ -13,16 +13,19 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 import gptneo_trt
 from gptneo_trt.data import Checkpoint
-from gptneo_trt.whole_file import whole_file
+from gptneo_trt.whole_file import write_tensors, writer_lock
 from tests.gate.last_rows import Run, last_rows, padded
 
-SOURCE = Path(gptneo_trt.__file__).parent / "reference.py"
+SOURCES = (
+    Path(gptneo_trt.__file__).with_name("reference.py"),
+    Path(__file__).with_name("last_rows.py"),
+    Path(__file__),
+)
+PACKAGES = ("numpy", "torch", "transformers")
 TYPES = {"bf16": "bfloat16", "float32": "float32"}
 ARRAYS = ("prose", "next_token", "sampled")
 
@@ -75,16 +78,13 @@ def reference_logits(
         type_name: "bf16" or "float32".
         cache: folder; two processes may share it.
     """
-    folder = cache / "references"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_key(checkpoint, texts, type_name)}.safetensors"
-    with FileLock(path.with_suffix(".lock")):
+    path = cache / "references" / f"{_key(checkpoint, texts, type_name)}.safetensors"
+    with writer_lock(path):
         found = _stored(path)
         if found is None:
             found = _computed(checkpoint, texts, type_name)
-            with whole_file(path) as temporary:
-                arrays = {name: getattr(found, name) for name in ARRAYS}
-                save_file(arrays, temporary, metadata=dict(found.provenance))
+            arrays = {name: getattr(found, name) for name in ARRAYS}
+            write_tensors(path, arrays, found.provenance)
     return found
 
 
@@ -96,10 +96,10 @@ def _sha256(ids: np.ndarray) -> str:
 def _key(checkpoint: Checkpoint, texts: ScoredTexts, type_name: str) -> str:
     identity = {
         "checkpoint": checkpoint.sha256,
-        "source": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
+        "sources": [hashlib.sha256(source.read_bytes()).hexdigest() for source in SOURCES],
         "texts": texts.identity(),
         "type": type_name,
-        "versions": [metadata.version(package) for package in ("torch", "transformers")],
+        "versions": [metadata.version(package) for package in PACKAGES],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

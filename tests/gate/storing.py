@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from gptneo_trt import baselines
 from gptneo_trt.baselines import Baseline
-from gptneo_trt.errors import BaselineError
+from gptneo_trt.errors import BaselineError, StorageError
 from gptneo_trt.scales import ranges_from_values
 from gptneo_trt.variants import FLOOR
 from gptneo_trt.verdicts import problems
@@ -100,6 +100,6 @@ def _write(run: GateRun, variant: str) -> list[str]:
         changes = [f"{variant}: new ({error})"]
     try:
         baselines.write(run.folder, variant, new)
-    except BaselineError as error:
+    except (BaselineError, StorageError) as error:
         return [f"{variant}: not written: {error}"]
     return changes or [f"{variant}: unchanged"]

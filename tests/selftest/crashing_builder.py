@@ -12,9 +12,9 @@ def pytest_configure(config: pytest.Config) -> None:
     run_worker = plans._run_worker
     crash = [sys.executable, "-c", "import os; os.write(2, b'last words\\n'); os.abort()"]
 
-    def run(request, command, folder, timeout_s):
+    def run(request, command, job, timeout_s):
         command = crash if request.phase == "decode" else command
-        run_worker(request, command, folder, timeout_s)
+        run_worker(request, command, job, timeout_s)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(plans, "_run_worker", run)

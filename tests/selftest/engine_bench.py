@@ -174,9 +174,9 @@ def seed_workers(patch: pytest.MonkeyPatch, faults: Sequence[Fault]) -> None:
     """Let the child that builds a plan in a folder named after a fault seed that fault first."""
     run_worker, names = plans._run_worker, {fault.name for fault in faults}
 
-    def run(request, command, folder, timeout_s):
-        name = folder.parent.name
+    def run(request, command, job, timeout_s):
+        name = Path(job["plan"]).parents[1].name
         command = faulty_worker.command(name, command) if name in names else command
-        run_worker(request, command, folder, timeout_s)
+        run_worker(request, command, job, timeout_s)
 
     patch.setattr(plans, "_run_worker", run)

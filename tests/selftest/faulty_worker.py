@@ -1,4 +1,4 @@
-"""The child process that builds a plan, with a fault: ``python -m ... FAULT JOB.json``."""
+"""The child process that builds a plan, with a fault: ``python -m ... FAULT < JOB``."""
 
 import sys
 from collections.abc import Sequence
@@ -10,17 +10,16 @@ from tests.selftest.engine_faults import ENGINE_FAULTS
 
 
 def command(fault: str, worker: Sequence[str]) -> list[str]:
-    """Return the worker's command, "python -m module JOB.json", with the fault."""
-    python, *_, job = worker
-    return [python, "-m", __name__, fault, job]
+    """Return the worker's command, "python -m module", with the fault."""
+    return [worker[0], "-m", __name__, fault]
 
 
 def main(arguments: list[str]) -> int:
     """Seed the fault, and build."""
-    name, job = arguments
+    (name,) = arguments
     with pytest.MonkeyPatch.context() as patch:
         {fault.name: fault for fault in ENGINE_FAULTS}[name].seed(patch)
-        return plan_worker.main([job])
+        return plan_worker.main(sys.stdin.read())
 
 
 if __name__ == "__main__":

@@ -58,19 +58,19 @@ PLANS = (
         "builder-aborts", "plan",
         "the process that builds a plan dies of SIGABRT",
         worker_is("import os; os.write(2, b'last words\\n'); os.abort()"),
-        "build", r"(?s)BuildError: .*the builder died of SIGABRT.*last words", through="plans",
+        "build", r"(?s)CrashError: .*the builder died of SIGABRT.*last words", through="plans",
     ),
     Fault(
         "builder-hangs", "plan",
         "the process that builds a plan never ends",
         worker_is("import time; time.sleep(600)", timeout_s=1.0),
-        "build", "BuildError: .*the builder hung and was killed after 1 s", through="plans",
+        "build", r"CrashError: .*the builder hung and was killed after 1\.\d s", through="plans",
     ),
     Fault(
         "builder-writes-no-plan", "plan",
         "the process that builds a plan ends well and leaves none",
         worker_is("pass"),
-        "build", "BuildError: .*the worker ended well but .* is not whole", through="plans",
+        "build", "CrashError: .*the worker ended well but .* is not whole", through="plans",
     ),
 )  # fmt: skip
 

@@ -42,8 +42,8 @@ def worker_is(program: str, timeout_s: float = 60.0) -> Seed:
     """Return a seed: the process that builds a plan runs a line of Python instead."""
     run_worker = plans._run_worker
 
-    def run(request, command, folder, _):
-        run_worker(request, [sys.executable, "-c", program], folder, timeout_s)
+    def run(request, command, job, _):
+        run_worker(request, [sys.executable, "-c", program], job, timeout_s)
 
     return lambda patch: patch.setattr(plans, "_run_worker", run)
 

@@ -81,7 +81,7 @@ def test_run_with_a_crashing_builder_is_red(child_run, run_name):
     assert by_verdict(child_run)["failed"] == plan_cells
     for phase, metric in plan_cells:
         reason = child_run.cell(phase, metric).reason
-        assert "BuildError: variant fp16, decode, tensorrt_rtx-" in reason
+        assert "CrashError: variant fp16, decode, tensorrt_rtx-" in reason
         assert "the builder died of SIGABRT" in reason
         assert "last words" in reason
     assert ("prefill", "build") in by_verdict(child_run)["passed"]

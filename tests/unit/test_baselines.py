@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,11 +139,11 @@ def test_B04_truncated_json_is_named_with_line_and_column(folder):
         (lambda text: text.replace('"schema": 1', '"scheme": 1'), "schema: obtained None"),
         (lambda text: text.replace("0.0022", "NaN"), "obtained NaN, expected a finite number"),
         (lambda text: text.replace("0.0022", "-Infinity"), "obtained -Infinity"),
-        (lambda text: text.replace("0.0022", "1e999"), f"values/{KL_MEAN}: obtained inf"),
+        (lambda text: text.replace("0.0022", "1e999"), "obtained 1e999, expected a finite number"),
         (lambda text: text.replace("0.0022", "true"), f"values/{KL_MEAN}: obtained True"),
-        (lambda text: text.replace("0.0022", "9" * 400), f"values/{KL_MEAN}: obtained 999"),
+        (lambda text: text.replace("0.0022", "9" * 400), "obtained an integer of 400 digits"),
         (lambda text: text.replace('"provenance"', '"origin"'), r"unknown \['origin'\].*prov"),
-        (lambda text: "[]", "obtained list, expected an object"),
+        (lambda text: "[]", "obtained a list, expected a JSON object"),
     ],
     ids=[
         "duplicate key",
@@ -162,6 +163,31 @@ def test_B04_corrupt_json_is_refused(folder, change, message):
     edit(folder, change)
 
     with pytest.raises(BaselineError, match=rf"fp8_recipe\.json: .*{message}"):
+        baselines.read(folder, "fp8_recipe")
+
+
+@pytest.mark.parametrize(
+    ("two", "message"),
+    [
+        ('"gpu": "B200", "gpu": "B300",', r"line \d+, column \d+.*duplicate keys \['gpu'\]"),
+        ('"B200": {"kl": 1}, "B300": {"kl": 2},', r"unknown \['B200', 'B300'\]"),
+        ('"values": {"B200": {"kl": 1}, "B300": {"kl": 2}},', r"duplicate keys \['values'\]"),
+    ],
+    ids=["key twice", "two members", "values twice"],
+)
+def test_B04_two_gpus_in_one_file(folder, two, message):
+    """A file is of one target: a second one in it is refused, never chosen from."""
+    edit(folder, lambda text: text.replace('"provenance"', two + '"provenance"', 1))
+
+    with pytest.raises(BaselineError, match=rf"fp8_recipe\.json: .*{message}"):
+        baselines.read(folder, "fp8_recipe")
+
+
+def test_B04_values_of_two_gpus(folder):
+    """A value is a number: one of each GPU is none."""
+    edit(folder, lambda text: text.replace("0.0022", '{"B200": 0.0022, "B300": 0.0023}'))
+
+    with pytest.raises(BaselineError, match=f"values/{KL_MEAN}: obtained .*expected a finite numb"):
         baselines.read(folder, "fp8_recipe")
 
 
@@ -200,19 +226,34 @@ def test_B04_killed_while_writing_keeps_the_old_values(folder, monkeypatch):
     assert baselines.differences(SAMPLE, baselines.read(folder, "fp8_recipe")) == []
 
 
-def test_B04_killed_between_the_files_is_noticed(folder, monkeypatch):
-    """New token values with an old JSON are refused by their hash."""
-    replaced = os.replace
+@pytest.mark.parametrize(("renames", "is_new"), [(0, False), (1, False), (2, True), (3, True)])
+def test_B04_killed_between_the_files_leaves_the_old_pair_or_the_new(
+    folder, monkeypatch, renames, is_new
+):
+    """The rename of the JSON is what counts: before it the old pair is read, after it the new."""
+    replaced, done = os.replace, []
 
-    def only_tokens(source, target):
-        if str(target).endswith(".json"):
+    def until_killed(source, target):
+        if len(done) == renames:
             raise KeyboardInterrupt
+        done.append(target)
         replaced(source, target)
 
-    monkeypatch.setattr(os, "replace", only_tokens)
-    with pytest.raises(KeyboardInterrupt):
-        baselines.write(folder, "fp8_recipe", replace(SAMPLE, tokens={}))
+    new = replace(SAMPLE, tokens={"prefill/kl_nats": np.float32([1, 2])})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", until_killed)
+        with suppress(KeyboardInterrupt):
+            baselines.write(folder, "fp8_recipe", new)
+    found = baselines.read(folder, "fp8_recipe")
+    assert found.tokens.keys() == (new if is_new else SAMPLE).tokens.keys()
+    baselines.write(folder, "fp8_recipe", SAMPLE)
+    assert {path.name for path in folder.iterdir()} == {"fp8_recipe.json", "fp8_recipe.tokens.npz"}
 
+
+def test_B04_token_values_of_another_json_are_refused(folder):
+    """A JSON whose hash is that of no file is an update that lost a part."""
+    tokens = folder / "fp8_recipe.tokens.npz"
+    tokens.write_bytes(tokens.read_bytes() + b"more")
     with pytest.raises(BaselineError, match="an update was cut short"):
         baselines.read(folder, "fp8_recipe")
 
@@ -360,7 +401,7 @@ def test_only_a_published_file_has_a_rounding(folder, published_folder):
         ("", "rounding/prefill/plan_mib: obtained None, expected a finite number above 0"),
         ('"prefill/plan_mib": 0,', "rounding/prefill/plan_mib: obtained 0,"),
         ('"prefill/plan_mib": -0.05,', "rounding/prefill/plan_mib: obtained -0.05"),
-        ('"prefill/plan_mib": 1e999,', "rounding/prefill/plan_mib: obtained inf"),
+        ('"prefill/plan_mib": 1e999,', "obtained 1e999, expected a finite number"),
         ('"prefill/plan_mib": NaN,', "obtained NaN, expected a finite number"),
         ('"prefill/plan_mib": true,', "rounding/prefill/plan_mib: obtained True"),
         ('"prefill/plan_mib": "0.05",', "rounding/prefill/plan_mib: obtained '0.05'"),

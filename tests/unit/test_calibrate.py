@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,7 @@ from gptneo_trt.calibrate import (
     quantizer_config,
 )
 from gptneo_trt.data import TextSet
-from gptneo_trt.errors import CalibrationError
+from gptneo_trt.errors import BuildError, CalibrationError, RunError
 from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import build_network
 from gptneo_trt.scales import read_scales, write_scales
@@ -153,6 +154,26 @@ def test_C04_a_reference_made_afterwards_is_unquantized(t0, calibrated):
     assert np.array_equal(reference.logits(later, IDS[0][None]), calibrated.before)
 
 
+def test_C04_rows_give_the_same_in_either_order(t0, backend, calibrated):
+    """FP8 first and fp16 second, or the other way round: logits and reference are bitwise alike."""
+
+    def logits(row):
+        network = build_network(backend, t0, VARIANTS[row], calibrated.scales, "prefill", 64)
+        return decoder.prefill(Interpreter(network), t0.architecture, IDS[0][None]).logits
+
+    forward = {row: logits(row) for row in ("fp8", "fp16")}
+    backward = {row: logits(row) for row in ("fp16", "fp8")}
+    assert all(np.array_equal(forward[row], backward[row]) for row in forward)
+    assert not np.array_equal(forward["fp8"], forward["fp16"])
+    assert np.array_equal(reference.logits(calibrated.model, IDS[0][None]), calibrated.before)
+
+
+def test_C04_a_quantized_reference_is_refused(calibrated):
+    """The guard: a model that holds quantizers is no reference."""
+    with pytest.raises(RunError, match=r"the reference is quantized: obtained \d+ quantizers such"):
+        reference.logits(calibrated.quantized, IDS[0][None])
+
+
 def test_C07_the_default_configuration_is_unchanged(calibrated, quantization):
     """FP8_DEFAULT_CFG equals itself before and after calibrating."""
     assert calibrated.default == quantization.FP8_DEFAULT_CFG
@@ -183,6 +204,62 @@ def test_C07_absent_modelopt_says_how_to_install_it(monkeypatch, name):
         quantizer_config(ALL)
 
 
+class Broken(MetaPathFinder):
+    """Let the import of a module raise."""
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+
+    def find_spec(self, name, path=None, target=None):
+        """Raise where the module is looked for."""
+        if name == self.name:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("wrong torch"), AttributeError("no such op"), OSError("libfoo.so")],
+    ids=str,
+)
+def test_C07_a_modelopt_that_fails_on_import_is_named(monkeypatch, error):
+    """Whatever its import raises becomes our error, with the install command."""
+    name = "modelopt.torch.quantization"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("modelopt.torch.quantization", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(name, error), *sys.meta_path])
+    with pytest.raises(
+        CalibrationError, match=f"imported: {type(error).__name__}: {error}; do: pip"
+    ):
+        quantizer_config(ALL)
+
+
+STYLES = {
+    "list": ([{"quantizer_name": "*", "enable": False}], None),
+    "dict": ({"*": {"enable": False}}, "quant_cfg is a dict, expected a list of rules"),
+    "none": (None, "quant_cfg is a NoneType, expected a list of rules"),
+}
+
+
+@pytest.mark.parametrize(("rules", "refusal"), STYLES.values(), ids=STYLES)
+def test_C07_a_stub_of_either_style(monkeypatch, rules, refusal):
+    """A list-style default gives the modules' quantizers and stays as it is; others are refused."""
+    default = {"quant_cfg": rules, "algorithm": "max"}
+    before = copy.deepcopy(default)
+    stub = SimpleNamespace(FP8_DEFAULT_CFG=default)
+    root = SimpleNamespace(__version__="0.1", torch=SimpleNamespace(quantization=stub))
+    monkeypatch.setitem(sys.modules, "modelopt", root)
+    monkeypatch.setitem(sys.modules, "modelopt.torch", root.torch)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.quantization", stub)
+    if refusal:
+        with pytest.raises(CalibrationError, match=f"nvidia-modelopt 0.1: {refusal}"):
+            quantizer_config(RECIPE)
+    else:
+        enabled = [rule["quantizer_name"] for rule in quantizer_config(RECIPE)["quant_cfg"][2:]]
+        parts = ("input", "weight")
+        assert enabled == [f"{name}.{part}_quantizer" for name in RECIPE for part in parts]
+    assert default == before
+
+
 @pytest.mark.parametrize(
     "text", [text_of(), text_of(IDS[0][:0], IDS[0][:0])], ids=["no text", "empty texts"]
 )
@@ -199,6 +276,18 @@ def test_C02_an_input_of_zeros_is_named(t0):
     model = reference.torch_model(dead, torch.bfloat16)
     with pytest.raises(CalibrationError, match=r"obtained transformer.h.0.mlp.c_fc: 0.0; leave"):
         calibrate(model, dead, TEXT, ALL)
+
+
+def test_C02_a_weight_of_zeros_is_named(t0, backend):
+    """(a) Its input has a range, which is stored; the weight has none, and building says which."""
+    name = "transformer.h.1.mlp.c_fc"
+    dead = changed(t0, {f"{name}.weight": np.zeros_like})
+    scales = calibrate(reference.torch_model(dead, torch.bfloat16), dead, TEXT, ALL)
+    assert len(scales.activation_amax) == len(ALL)
+    assert all(0 < amax < np.inf for amax in scales.activation_amax.values())
+    with pytest.raises(BuildError, match=rf"fp8, decode: {name}.weight: largest .* value 0.0"):
+        build_network(backend, dead, VARIANTS["fp8"], scales, "decode", 8)
+    build_network(backend, dead, VARIANTS["fp8-c_proj"], scales, "decode", 8)
 
 
 def test_C02_a_nan_weight_is_named(t0):

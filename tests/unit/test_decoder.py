@@ -1,5 +1,6 @@
 """The decoder on the interpreter: Hugging Face's logits, by prefill and step by step."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from tiny import (
     with_scores,
 )
 
-from gptneo_trt import decoder, reference
+from gptneo_trt import decoder, metrics, reference
 from gptneo_trt.errors import RunError
 from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import PHASES, build_network
@@ -143,6 +144,32 @@ def test_N02_large_scores_match_in_float32(run, t0, phase):
     checkpoint = with_scores(t0, tokens, 7e4)
     obtained = run(checkpoint, tokens, "fp32", phase).logits
     assert kl_nats(float32_logits(checkpoint, tokens), obtained).max() < NOISE_NATS
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_N02_large_scores_have_a_normal_kl_in_float16(run, t0, phase):
+    """(b) Nor does the float16 row lose more than it does with small scores."""
+    tokens = TOKENS[:, :12]
+    checkpoint = with_scores(t0, tokens, 7e4)
+    kl = kl_nats(float32_logits(checkpoint, tokens), run(checkpoint, tokens, "fp16", phase).logits)
+    assert kl.mean() < NOISE_NATS
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_N02_float16_scores_are_named_by_tensor_and_position(run, t0, phase, monkeypatch):
+    """(b) A mutant that keeps scores in float16 overflows, and the first bad value is named."""
+    tokens = TOKENS[:, :12]
+    checkpoint = with_scores(t0, tokens, 4e5)  # so high also where they are positive and visible
+
+    def half_scores(query, key, value, attn_mask, scale):
+        scores = (query @ key.transpose(-1, -2)).half().float()
+        masked = scores.masked_fill(~attn_mask, -torch.inf)
+        return masked.softmax(-1) @ value
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", half_scores)
+    decoded = run(checkpoint, tokens, "fp16", phase)
+    found = metrics.first_non_finite({"keys": decoded.keys, "logits": decoded.logits})
+    assert re.fullmatch(r"(keys|logits)\[[\d, ]+\] = nan", found)
 
 
 @pytest.mark.parametrize("pad", [0, 60])
@@ -298,6 +325,8 @@ WRONG_TOKENS = {
     "one axis": (np.zeros(3, np.int32), r"shape \(3,\), expected \[N, T\]"),
     "vocab_size": (np.array([[1, 64]]), "token ids 1 to 64, expected 0 to 63"),
     "negative": (np.array([[-1, 3]]), "token ids -1 to 3, expected 0 to 63"),
+    "fractions": (np.array([[1.5, 3.0]]), "token ids of type float64, expected integers"),
+    "no number": (np.array([[np.nan, 3.0]]), "token ids of type float64, expected integers"),
     "two at once": (np.full((1, 9), 64), "9 tokens, .*token ids 64 to 64, expected 0 to 63"),
 }
 

@@ -12,7 +12,7 @@ from gate_stubs import B200, H200, Options
 from gptneo_trt.backend import Backend
 from gptneo_trt.checkpoint import STUDY_CHECKPOINT
 from gptneo_trt.data import Checkpoint
-from gptneo_trt.errors import BuildError, RunError
+from gptneo_trt.errors import BuildError, CrashError, RunError
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import VARIANTS
@@ -336,7 +336,12 @@ def test_another_version_or_gpu_has_no_known_failure(run, target, tensorrt, gpu)
             ("b200", "tensorrt-11.4.0.106", B200),
             "build",
             BuildError(KNOWN_BUILD),
-            [BuildError("out of memory"), TypeError(KNOWN_BUILD), RunError(KNOWN_BUILD)],
+            [
+                BuildError("out of memory"),
+                CrashError("the builder died of SIGSEGV", (KNOWN_BUILD,)),
+                TypeError(KNOWN_BUILD),
+                RunError(KNOWN_BUILD),
+            ],
         ),
         (
             ("h200", "tensorrt_rtx-1.7.1.116", H200),

@@ -59,10 +59,10 @@ def leave_out(monkeypatch, skipped):
     """Build networks in which the named Quantize/Dequantize pair is left out."""
     real = layers.add_quantize_dequantize
 
-    def add(graph, name, tensor, scale, dequantize_type):
+    def add(graph, name, tensor, scale, dequantize_type, **options):
         if name == skipped:
             return layers.add_cast(graph, f"{name}.cast", tensor, dequantize_type)
-        return real(graph, name, tensor, scale, dequantize_type)
+        return real(graph, name, tensor, scale, dequantize_type, **options)
 
     monkeypatch.setattr(layers, "add_quantize_dequantize", add)
 
@@ -87,6 +87,22 @@ def test_C03_one_too_few_is_seen(monkeypatch, build):
     monkeypatch.setattr(network_module, "activation_scales", forgetful)
     obtained = quantization_of(build(VARIANTS["fp8"])).modules
     assert set(VARIANTS["fp8"].quantized_modules(LAYERS)) - set(obtained) == {module}
+
+
+def test_C03_quantization_elsewhere_is_seen(monkeypatch, build):
+    """What a row quantizes beside its products is named, such as the input of an activation."""
+    real = layers.add_activation
+
+    def rounded(graph, name, tensor, activation):
+        tensor = layers.add_quantize_dequantize(graph, f"{name}.extra", tensor, 1.0, "fp16")
+        return real(graph, name, tensor, activation)
+
+    monkeypatch.setattr(layers, "add_activation", rounded)
+    with pytest.raises(BuildError, match="at no product") as caught:
+        quantization_of(build(VARIANTS["fp8-c_fc"]))
+    found = [f"h.{i}.mlp.act.extra.{part}quantize" for i in range(LAYERS) for part in ("", "de")]
+    assert [name for name in found if f"{name}: quantizes" not in str(caught.value)] == []
+    assert str(caught.value).count("at no product") == 2 * LAYERS
 
 
 def test_C03_another_8_bit_type_is_seen(monkeypatch, build):
@@ -114,7 +130,7 @@ def test_scales_are_those_of_the_row(backend, t0):
 def test_a_dequantize_with_another_scale_is_seen(backend, t0, monkeypatch):
     """Quantize and Dequantize of one product must share their scale."""
 
-    def split(graph, name, tensor, scale, dequantize_type):
+    def split(graph, name, tensor, scale, dequantize_type, **options):
         scales = [
             layers.add_constant(graph, f"{name}.{part}_scale", np.asarray(np.float32(value)))
             for part, value in (("quantize", scale), ("dequantize", 2 * scale))

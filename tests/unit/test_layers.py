@@ -104,6 +104,27 @@ def test_N06_a_layer_without_output_is_named(new_graph):
         new_graph().named(layer, "mlp.act")
 
 
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_N02_a_weight_beyond_float16_is_named(new_graph, kind):
+    """A finite value that float16 cannot hold is refused: it would become infinity."""
+    graph = new_graph()
+    weight, bias = np.ones((3, 4), np.float32), np.ones(3, np.float32)
+    {"weight": weight, "bias": bias}[kind].flat[1] = -7e4
+    x = add_input(graph, (1, 2, 4))
+    with pytest.raises(BuildError, match=f"c_fc.{kind}: obtained values up to 70000, expected at"):
+        layers.add_linear(graph, "h.1.mlp.c_fc", x, LinearWeights(weight, bias))
+
+
+def test_a_weight_in_float32_may_be_larger(new_graph):
+    """What the type holds is stored as it is, and so is what was no number before."""
+    graph = new_graph()
+    array = np.array([7e4, np.inf, np.nan], np.float32)
+    layers.add_weight(graph, "wide", array, "fp32")
+    layers.add_weight(graph, "narrow", array[1:], "fp16")
+    np.testing.assert_array_equal(constant(graph, "wide"), array)
+    np.testing.assert_array_equal(constant(graph, "narrow"), array[1:])
+
+
 def test_cast_to_the_same_type_adds_nothing(new_graph):
     """A cast adds a layer only where the type differs."""
     graph = new_graph()
@@ -126,6 +147,24 @@ def test_C01_weight_scale_is_float32(new_graph, amax, expected):
     assert float(stored) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("amax", SCALES)
+@pytest.mark.parametrize("dequantize_type", ["fp16", "fp32"])
+def test_C01_small_weights_keep_their_size(new_graph, amax, dequantize_type):
+    """A weight of each amax is rounded to FP8 and back within FP8's step, and is never 0 or NaN.
+
+    A float16 Dequantize adds its own rounding, of 2^-25 at most below float16's normal range.
+    """
+    graph = new_graph("fp32")
+    weight = np.linspace(-amax, -amax / 2, 16, dtype=np.float32)[None]
+    x = graph.network.add_input("x", graph.backend.trt.DataType.FLOAT, (1, 16, 16))
+    linear = LinearWeights(weight, None, 1 / 448, dequantize_type)
+    output = layers.add_linear(graph, "c_fc", x, linear)
+    obtained = run(graph, output, np.eye(16, dtype=np.float32)[None])[0, :, 0]
+    step = {"fp16": 2.0**-25, "fp32": 0}[dequantize_type]
+    np.testing.assert_allclose(obtained, weight[0], rtol=1 / 16, atol=step)
+    assert (obtained < 0).all()
+
+
 def test_C01_float16_would_lose_these_scales():
     """The two small scales of the case are 33.5 % off and 0 in float16: the check can fail."""
     third, last = (np.float32(amax) / np.float32(448) for amax in (2e-5, 1e-5))
@@ -143,6 +182,23 @@ def test_C01_unusable_activation_scale_is_named(new_graph, scale):
         layers.add_linear(graph, "transformer.h.1.mlp.c_fc", add_input(graph, (1, 2, 4)), weights)
 
 
+@pytest.mark.parametrize(
+    ("dequantize_type", "fits", "overflows"),
+    [("fp16", 65504 / 448, 146.3), ("fp32", 7.5e35, 7.7e35)],
+    ids=["fp16", "fp32"],
+)
+def test_C01_scale_whose_range_overflows_is_named(new_graph, dequantize_type, fits, overflows):
+    """The other end: 448 x scale must be finite in the type of Dequantize, else it is named.
+
+    A float16 Dequantize at scale 146.3 makes infinity of an input of 65504.
+    """
+    graph = new_graph()
+    x, weight = add_input(graph, (1, 2, 4)), np.ones((3, 4), np.float32)
+    layers.add_linear(graph, "good", x, LinearWeights(weight, None, fits, dequantize_type))
+    with pytest.raises(BuildError, match=rf"c_fc.input: FP8 scale .* whose amax {dequantize_type}"):
+        layers.add_linear(graph, "c_fc", x, LinearWeights(weight, None, overflows, dequantize_type))
+
+
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf], ids=str)
 def test_C02_unusable_weight_is_named(value):
     """(a, e) A weight of zeros, or with one value that is not finite, has no scale: named."""
@@ -150,6 +206,17 @@ def test_C02_unusable_weight_is_named(value):
     weight[1, 2] = value
     with pytest.raises(BuildError, match=r"h.1.mlp.c_fc.weight: largest .* (0|nan|inf)"):
         layers.weight_scale("h.1.mlp.c_fc", weight)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
+def test_C06_no_infinity_or_nan_becomes_fp8(new_graph, value):
+    """A weight that holds one is refused by name: no byte of it is ever stored."""
+    weight = np.ones((3, 4), np.float32)
+    weight[2, 1] = value
+    graph = new_graph()
+    linear = LinearWeights(weight, activation_scale=1.0)
+    with pytest.raises(BuildError, match=r"h.0.mlp.c_fc.weight: largest absolute value (inf|nan)"):
+        layers.add_linear(graph, "h.0.mlp.c_fc", add_input(graph, (1, 2, 4)), linear)
 
 
 def test_C02_empty_weight_is_named():

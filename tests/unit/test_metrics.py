@@ -18,8 +18,11 @@ from gptneo_trt.errors import MetricError
 LARGEST = np.finfo(np.float32).max
 ordinary = st.floats(-30, 30, width=32)
 extreme = st.one_of(
-    ordinary, st.sampled_from([1e4, -1e4, 3e38, -3e38, float(LARGEST), -float(LARGEST), 1e-45])
+    ordinary,
+    st.sampled_from([1e4, -1e4, 3e38, -3e38, float(LARGEST), -float(LARGEST), 1e-45]),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
 )
+halves = st.floats(width=16, allow_nan=False, allow_infinity=False)
 
 
 def compared(reference, obtained, targets=None, text=None):
@@ -40,10 +43,10 @@ def tokens_of(nll, text=None, kl=None):
 
 
 @st.composite
-def logit_pairs(draw, elements):
-    """Draw two float32 [M, V] arrays of one shape."""
+def logit_pairs(draw, elements, dtype=np.float32):
+    """Draw two [M, V] arrays of one shape and type."""
     shape = (draw(st.integers(1, 5)), draw(st.integers(1, 9)))
-    one = hnp.arrays(np.float32, shape, elements=elements)
+    one = hnp.arrays(dtype, shape, elements=elements)
     return draw(one), draw(one)
 
 
@@ -304,24 +307,57 @@ import gptneo_trt.report, gptneo_trt.verdicts
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60, cwd=root)
 
 
+ANY_LOGITS = {
+    "float16": logit_pairs(halves, np.float16),
+    "float32": logit_pairs(extreme),
+    "float64": logit_pairs(extreme, np.float64),
+}
+
+
+@pytest.mark.parametrize("pairs", ANY_LOGITS.values(), ids=ANY_LOGITS)
 @settings(deadline=None)
-@given(logit_pairs(extreme))
-def test_kl_is_finite_and_not_negative(pair):
-    """Any finite float32 logits, the largest included, give a finite KL of at least -1e-7."""
-    kl = compared(*pair).kl_nats
+@given(data=st.data())
+def test_M03_kl_is_finite_and_not_negative(pairs, data):
+    """Any finite logits, the largest included, give a finite KL of at least -1e-7, and NLLs."""
+    pair = data.draw(pairs)
+    tokens = compared(*pair, targets=np.zeros(len(pair[0]), dtype=int))
 
-    assert np.isfinite(kl).all()
-    assert (kl >= -1e-7).all()
+    assert np.isfinite(tokens.kl_nats).all()
+    assert np.isfinite([tokens.nll_nats, tokens.reference_nll_nats]).all()
+    assert (tokens.kl_nats >= -1e-7).all()
+    assert np.isfinite(metrics.summarize(tokens).values["kl_mean_nats"])
 
 
+@pytest.mark.parametrize("pairs", ANY_LOGITS.values(), ids=ANY_LOGITS)
 @settings(deadline=None)
-@given(logit_pairs(extreme))
-def test_kl_of_equal_logits_is_zero(pair):
+@given(data=st.data())
+def test_M03_kl_of_equal_logits_is_zero(pairs, data):
     """Equal logits have exactly no divergence and agree on the top token."""
-    tokens = compared(pair[0], pair[0].copy())
+    logits = data.draw(pairs)[0]
+    tokens = compared(logits, logits.copy())
 
     assert (tokens.kl_nats == 0).all()
     assert tokens.top1.all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_M03_differences_that_overflow_their_type(dtype):
+    """Logits at both ends of their type are as far apart as float64 says, not infinitely."""
+    largest = float(np.finfo(dtype).max)
+    first, second = (np.array([ends], dtype) for ends in ((largest, -largest), (-largest, largest)))
+
+    assert compared(first, second).kl_nats[0] == 2 * largest
+    assert compared(first, second, targets=[0]).nll_nats[0] == 2 * largest
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.int64, (4, 7), elements=st.integers(-1000, 1000)), st.integers(-1000, 1000))
+def test_M03_kl_ignores_a_shift_in_half_precision(logits, shift):
+    """Whole numbers shift exactly in float16: KL of the shifted rows is bitwise the same."""
+    reference, obtained = (half.astype(np.float16) for half in (logits[:2], logits[2:]))
+
+    kl = compared(reference, obtained).kl_nats
+    np.testing.assert_array_equal(compared(reference, obtained + np.float16(shift)).kl_nats, kl)
 
 
 @settings(deadline=None)

@@ -39,6 +39,22 @@ def test_C06_rounding_saturates(value, expected):
     assert fp8(value) == expected
 
 
+def test_C06_bytes_of_finite_values():
+    """The case's values have these bytes, none of them NaN's (0x7F, 0xFF), on every torch."""
+    values = [448, 464, 465, 500, -1000, 2.0**-9, 2.0**-11]
+    stored = to_fp8(torch.tensor(values)).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert stored.tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x01, 0x00]
+
+
+@given(st.floats(2.0**-100, 2.0**100, width=32))
+def test_C06_a_scale_that_was_rounded_down_makes_no_nan(amax):
+    """The largest value over a scale just too small is beyond 448, and stays at 448."""
+    scale = np.nextafter(np.float32(amax) / np.float32(448), np.float32(0))
+    divided = np.float32(amax) / scale
+    assert divided > 448
+    assert fp8([divided, -divided]).tolist() == [448, -448]
+
+
 def test_C06_nan_stays_nan():
     """A NaN is not hidden by the saturation."""
     assert np.isnan(fp8(float("nan")))
@@ -98,7 +114,7 @@ def test_exact_types_are_not_rounded(backend, name):
     assert rounding(backend.trt, getattr(backend.trt.DataType, name)) is None
 
 
-@pytest.mark.parametrize("name", ["INT8", "UINT8", "INT4", "FP4"])
+@pytest.mark.parametrize("name", ["UINT8", "INT4", "FP4"])
 def test_unknown_types_are_refused(backend, name):
     """A type that is not known is an error that names it."""
     with pytest.raises(RunError, match=f"tensor type DataType.{name}: the interpreter does not"):
@@ -173,9 +189,9 @@ def float_mask(kit):
     return attention(kit, mask=mask)
 
 
-def dequantize_int8(kit):
-    """Add a Dequantize of INT8 values."""
-    tensor = kit.network.add_input("int8", kit.trt.DataType.INT8, (2, 4))
+def dequantize_int4(kit):
+    """Add a Dequantize of INT4 values."""
+    tensor = kit.network.add_input("int4", kit.trt.DataType.INT4, (2, 4))
     return kit.network.add_dequantize(tensor, kit.scale, kit.trt.DataType.FLOAT)
 
 
@@ -253,11 +269,11 @@ UNSUPPORTED = {
     ),
     "attention without mask": (attention, r"mask = None \(supported"),
     "attention with a bias": (float_mask, "mask = .*FLOAT.*supported"),
-    "quantize to INT8": (
-        lambda k: k.network.add_quantize(k.x, k.scale, k.trt.DataType.INT8),
-        "to_type = .*INT8",
+    "quantize to INT4": (
+        lambda k: k.network.add_quantize(k.x, k.scale, k.trt.DataType.INT4),
+        "to a quantized type = False",
     ),
-    "dequantize from INT8": (dequantize_int8, "from_type = .*INT8"),
+    "dequantize from INT4": (dequantize_int4, "from a quantized type = False"),
     "quantize in blocks": (block_quantize, "scale of rank 2"),
 }
 
@@ -322,3 +338,19 @@ def test_constant_is_the_stored_array(kit):
     obtained = read_layer(layer, kit.trt)()
     assert obtained.dtype == torch.int32
     np.testing.assert_array_equal(obtained[0].numpy(), array)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_a_product_s_rows_do_not_depend_on_their_number(kit, rows):
+    """A row of a product with a weight has bitwise the value that it has among many rows."""
+    layer = kit.network.add_matrix_multiply(
+        kit.x, kit.trt.MatrixOperation.NONE, kit.y, kit.trt.MatrixOperation.NONE
+    )
+    multiply = read_layer(layer, kit.trt)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(1, n, 96, generator=generator) for n in (64, 80))
+    whole = multiply(left, right.mT)
+    assert torch.equal(multiply(left[:, :rows], right.mT), whole[:, :rows])
+    single = multiply(left[0, :rows, None], right.mT)
+    assert single.shape == (rows, 1, 80)
+    assert torch.equal(single[:, 0], whole[0, :rows])

@@ -1,7 +1,10 @@
 """Plans: built in a child process, kept by what shapes them, and never half there."""
 
+import ast
 import hashlib
 import json
+import os
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ import pytest
 from tiny import changed, fixed_scales
 
 from gptneo_trt import plan_worker, plans
-from gptneo_trt.errors import BuildError, CalibrationError
+from gptneo_trt.errors import BuildError, CalibrationError, CrashError
 from gptneo_trt.plans import PlanRequest, build_plan, plan_key
 from gptneo_trt.variants import VARIANTS, Variant
 
@@ -98,6 +101,12 @@ def with_range(request, module, amax):
     return replace(request, scales=replace(request.scales, activation_amax=ranges))
 
 
+def with_architecture(request, **fields):
+    """Return the request with fields of its architecture replaced."""
+    other = replace(request.checkpoint.architecture, **fields)
+    return replace(request, checkpoint=replace(request.checkpoint, architecture=other))
+
+
 def with_row(request, **fields):
     """Return the request with fields of its row replaced."""
     return replace(request, variant=replace(request.variant, **fields))
@@ -108,12 +117,7 @@ OTHER_PLANS = {
     "a weight": lambda r: replace(
         r, checkpoint=changed(r.checkpoint, {"transformer.ln_f.bias": lambda bias: bias + 1})
     ),
-    "the window": lambda r: replace(
-        r,
-        checkpoint=replace(
-            r.checkpoint, architecture=replace(r.checkpoint.architecture, window_size=5)
-        ),
-    ),
+    "the window": lambda r: with_architecture(r, window_size=5),
     "a range": lambda r: with_range(r, "transformer.h.1.mlp.c_fc", 8.5),
     "fewer projections": lambda r: with_row(r, quantized=("c_fc",)),
     "dequantize type": lambda r: with_row(r, dequantize_type="fp32"),
@@ -124,6 +128,9 @@ OTHER_PLANS = {
     "capabilities": lambda r: replace(r, capabilities=("8.9",)),
     "version": lambda r: replace(r, backend=replace(r.backend, version="1.5.0.114")),
     "flavour": lambda r: replace(r, backend=replace(r.backend, flavour="tensorrt")),
+    "epsilon": lambda r: with_architecture(r, layer_norm_epsilon=1e-6),
+    "activation": lambda r: with_architecture(r, activation="relu"),
+    "a layer's kind": lambda r: with_architecture(r, attention_layers=("local", "global")),
 }
 # The same for what does not shape a plan: the key must be the same.
 SAME_PLAN = {
@@ -149,11 +156,40 @@ def test_R06_what_does_not_shape_a_plan_is_not(request_of, change):
     assert plan_key(change(request_of())) == plan_key(request_of())
 
 
-def test_R06_the_source_is_in_the_key(monkeypatch, request_of):
-    """Another source of the modules that build networks asks for another file."""
+@pytest.mark.parametrize("name", plans.SOURCES)
+def test_R06_the_source_is_in_the_key(monkeypatch, request_of, tmp_path, name):
+    """A cache from an older commit: another source of a module that shapes plans is another key."""
     before = plan_key(request_of())
-    monkeypatch.setattr(plans, "SOURCES", plans.SOURCES[:-1])
+    for source in plans.SOURCES:
+        content = (plans.FOLDER / source).read_bytes()
+        (tmp_path / source).write_bytes(content + (b"#" if source == name else b""))
+    monkeypatch.setattr(plans, "FOLDER", tmp_path)
     assert plan_key(request_of()) != before
+
+
+# What the worker imports and no plan depends on: how errors read, how files and processes end, and
+# the loading of a plan that is built.
+SHAPELESS = {"__init__.py", "child_process.py", "errors.py", "runtime.py", "whole_file.py"}
+
+
+def imported_modules(name):
+    """Return the files of the package that a module imports, and what those import."""
+    found, left = set(), {name}
+    while left:
+        one = left.pop()
+        found.add(one)
+        tree = ast.parse((plans.FOLDER / one).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gptneo_trt"):
+                names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+                files = {f"{each.partition('.')[2]}.py" for each in names}
+                left |= {file for file in files if (plans.FOLDER / file).is_file()} - found
+    return found
+
+
+def test_R06_every_module_that_shapes_plans_is_in_the_key():
+    """Whatever the worker imports is in the key, or is named here as of no consequence."""
+    assert imported_modules("plan_worker.py") - SHAPELESS == set(plans.SOURCES)
 
 
 def flipped(content):
@@ -177,23 +213,68 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("plan_change", "text_change"), DAMAGE.values(), ids=DAMAGE)
-def test_R06_damaged_plans_are_not_used(tmp_path, built, plan_change, text_change):
-    """A plan that is not byte by byte what its side-car says is as good as absent."""
+def stored(folder, built, plan_change=lambda b: b, text_change=lambda t: t, request=None):
+    """Return what is found of a copy of the built plan, changed; and the lines that say why."""
     text = built.plan.path.with_suffix(".json").read_text()
+    plan = folder / built.plan.path.name
     for suffix, content in ((".plan", plan_change(built.bytes)), (".json", text_change(text))):
         if content is not None:
             data = content if isinstance(content, bytes) else content.encode()
-            (tmp_path / f"x{suffix}").write_bytes(data)
-    assert plans._stored_plan(tmp_path / "x.plan", cached=True) is None
+            plan.with_suffix(suffix).write_bytes(data)
+    return plans._stored_plan(plan, request or built.request)
+
+
+@pytest.mark.parametrize(("plan_change", "text_change"), DAMAGE.values(), ids=DAMAGE)
+def test_R06_damaged_plans_are_not_used(tmp_path, built, plan_change, text_change):
+    """A plan that is not byte by byte what its side-car says is named, and as good as absent."""
+    found, (why,) = stored(tmp_path, built, plan_change, text_change)
+    assert found is None
+    assert why.startswith(f"[WARNING] {built.plan.path.name} is not used but built again: ")
 
 
 def test_R06_whole_plans_are_used(tmp_path, built):
     """The copy that is not damaged is used: the check above can fail."""
-    for suffix in (".plan", ".json"):
-        content = built.plan.path.with_suffix(suffix).read_bytes()
-        (tmp_path / f"x{suffix}").write_bytes(content)
-    assert plans._stored_plan(tmp_path / "x.plan", cached=True).cached
+    found, why = stored(tmp_path, built)
+    assert (found.cached, found.sha256, why) == (True, built.plan.sha256, ())
+
+
+def test_R06_no_plan_at_all_is_nothing_to_warn_of(tmp_path, built):
+    """A first build says nothing of a plan that never was."""
+    assert plans._stored_plan(tmp_path / "x.plan", built.request) == (None, ())
+
+
+def with_side_car(**members):
+    """Return a change of a side-car's text."""
+    return lambda text: json.dumps(json.loads(text) | members)
+
+
+# What the side-car of another plan says -> a part of the message.
+FOREIGN = {
+    "another version": ({"version": "11.1.0.106"}, r"version '11\.1\.0\.106'.* needs .*'1\.6\."),
+    "another flavour": ({"flavour": "tensorrt"}, "flavour 'tensorrt'.* needs .*'tensorrt_rtx'"),
+    "another name": ({"plan": "0123.plan"}, r"plan '0123\.plan'"),
+    "other capabilities": ({"capabilities": ["8.9"]}, r"capabilities \['8\.9'\].* needs .*\[\]"),
+}
+
+
+@pytest.mark.parametrize(("members", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_R06_a_plan_of_something_else_is_not_used(tmp_path, built, members, message):
+    """A side-car of another TensorRT or another plan: both sides are named."""
+    found, (why,) = stored(tmp_path, built, text_change=with_side_car(**members))
+    assert found is None
+    assert re.search(message, why)
+
+
+@pytest.mark.parametrize(("flavour", "is_used"), [("tensorrt", False), ("tensorrt_rtx", True)])
+def test_R06_a_plan_of_another_gpu_is_used_where_it_runs_there(tmp_path, built, flavour, is_used):
+    """TensorRT's plan is for the GPU that it was built on; TensorRT-RTX's is for any."""
+    other = replace(built.request.backend, flavour=flavour)
+    request = replace(built.request, backend=other, gpu="NVIDIA B200, driver 1")
+    change = with_side_car(flavour=flavour, gpu="NVIDIA B300, driver 1")
+    found, why = stored(tmp_path, built, text_change=change, request=request)
+    assert (found is not None) == is_used
+    if not is_used:
+        assert "gpu 'NVIDIA B300, driver 1'; this run needs gpu 'NVIDIA B200, dr" in why[0]
 
 
 @pytest.mark.parametrize("damage", ["one bit", "no side-car"])
@@ -204,39 +285,52 @@ def test_R06_damaged_plans_are_rebuilt(built, damage):
     text = text_change(side_car.read_text())
     built.plan.path.write_bytes(plan_change(built.bytes))
     side_car.unlink() if text is None else side_car.write_text(text)
-    assert not build_plan(built.request, built.cache).cached
+    again = build_plan(built.request, built.cache)
+    assert not again.cached
+    assert "is not used but built again" in again.log[0]
     assert build_plan(built.request, built.cache).cached
 
 
-PLAN = 'plan = pathlib.Path(json.load(open(sys.argv[-1]))["plan"])'
-HALF = "plan.with_name(plan.name + f'.{os.getpid()}.tmp').write_bytes(b'half')"
+PLAN = 'plan = pathlib.Path(json.load(sys.stdin)["plan"])'
+HALF = "(plan.parent / f'.{plan.name}.{0:016x}.tmp').mkdir(); "
+HALF += "(plan.parent / f'.{plan.name}.{0:016x}.tmp' / plan.name).write_bytes(b'half')"
 WHOLE = "plan.write_bytes(b'whole')"
 SAY = "print('[ERROR] last words', file=sys.stderr, flush=True)"
+FULL = "print(json.dumps({'error': 'StorageError: disk full', 'log': []})); "
+FULL += f"sys.exit({plan_worker.EXHAUSTED})"
 # How a worker ends -> its lines, and what the error says.
 BAD_ENDS = {
-    "crash": ((SAY, "os.kill(os.getpid(), signal.SIGSEGV)"), "the builder died of SIGSEGV"),
+    "crash": ((SAY, "os.kill(os.getpid(), signal.SIGSEGV)"), "the builder died of SIGSEGV after"),
     "killed while writing": (
         (SAY, PLAN, HALF, "os.kill(os.getpid(), signal.SIGKILL)"),
-        "the builder died of SIGKILL",
+        r"the builder died of SIGKILL \(so does the kernel end it when memory runs out\) after",
     ),
     "killed before the side-car": (
         (SAY, PLAN, WHOLE, "os.kill(os.getpid(), signal.SIGABRT)"),
-        "the builder died of SIGABRT",
+        "the builder died of SIGABRT after",
     ),
-    "another status": ((SAY, PLAN, WHOLE, "sys.exit(1)"), "the builder ended with status 1"),
-    "hang": ((SAY, PLAN, HALF, "time.sleep(60)"), "the builder hung and was killed after 2 s"),
-}
+    "another status": (
+        (SAY, PLAN, WHOLE, "sys.exit(1)"), "the builder ended with status 1 after",
+    ),
+    "a status of ours, untold": ((SAY, "sys.exit(3)"), "the builder ended with status 3 after"),
+    "a full disk": ((SAY, PLAN, HALF, FULL), r"gave up after \d\.\d s: StorageError: disk full"),
+    "hang": (
+        (SAY, PLAN, HALF, "time.sleep(60)"), r"the builder hung and was killed after 2\.\d s",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("lines", "message"), BAD_ENDS.values(), ids=BAD_ENDS)
 def test_N06_bad_ends_are_told_apart(tmp_path, request_of, worker, lines, message):
-    """Crash, hang and failure are BuildErrors with variant, phase, version and last words.
+    """Crash, hang and full disk name variant, phase, version, precision, GPU and last words.
 
-    They leave no plan, no side-car and no temporary file.
+    They are no BuildErrors, which a known failure may be, and leave no plan, no side-car and no
+    temporary file.
     """
     worker(*lines)
     cache = tmp_path / "cache"
-    with pytest.raises(BuildError, match=f"variant fp8, decode, tensorrt_rtx-.*: {message}") as e:
+    what = f"variant fp8, decode, tensorrt_rtx-.*, fp8, no GPU: .*{message}"
+    with pytest.raises(CrashError, match=what) as e:
         build_plan(request_of(), cache, timeout_s=2 if "hung" in message else 60)
     assert "[ERROR] last words" in e.value.log
     assert left_over(cache) == []
@@ -245,7 +339,7 @@ def test_N06_bad_ends_are_told_apart(tmp_path, request_of, worker, lines, messag
 def test_N06_a_worker_that_writes_nothing_is_an_error(tmp_path, request_of, worker):
     """A worker that ends well without a plan is an error too."""
     worker("sys.exit(0)")
-    with pytest.raises(BuildError, match=r"the worker ended well but .* is not whole"):
+    with pytest.raises(CrashError, match=r"the worker ended well but .* is not whole"):
         build_plan(request_of(), tmp_path / "cache")
     assert left_over(tmp_path / "cache") == []
 
@@ -254,7 +348,7 @@ def test_N06_a_build_after_a_crash_works(tmp_path, monkeypatch, request_of, work
     """After a crash the same request builds: nothing poisons the cache."""
     real, cache = sys.executable, tmp_path / "cache"
     worker(*BAD_ENDS["killed while writing"][0])
-    with pytest.raises(BuildError, match="SIGKILL"):
+    with pytest.raises(CrashError, match="SIGKILL"):
         build_plan(request_of(), cache)
     monkeypatch.setattr(plans.sys, "executable", real)
     assert not build_plan(request_of(), cache).cached
@@ -289,6 +383,7 @@ def job(tmp_path, request_of):
         "side_car": str(tmp_path / "x.json"),
         "kernels": "",
         "runs_on": "",
+        "parent": os.getppid(),
     }
 
 
@@ -335,12 +430,11 @@ def test_N06_none_carries_tensorrt_s_lines(job, logging_builder, tmp_path):
     assert not list(tmp_path.glob("x.*"))
 
 
-def test_N06_the_refusal_goes_to_the_parent(job, logging_builder, tmp_path, capsys):
+def test_N06_the_refusal_goes_to_the_parent(job, logging_builder, monkeypatch, capsys):
     """The worker prints that error with TensorRT's lines as JSON, and ends as refused."""
     logging_builder(None)
-    job_file = tmp_path / "job.json"
-    job_file.write_text(json.dumps(job))
-    assert plan_worker.main([str(job_file)]) == plan_worker.REFUSED
+    monkeypatch.setattr(plan_worker, "die_with", lambda parent: None)
+    assert plan_worker.main(json.dumps(job)) == plan_worker.REFUSED
     said = json.loads(capsys.readouterr().out)
     assert said["error"].endswith("returned None")
     assert said["log"][-1] == "[ERROR] no implementation"

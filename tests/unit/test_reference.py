@@ -78,18 +78,25 @@ def test_logits_match_the_formula(tiny, model):
     np.testing.assert_allclose(reference.logits(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("stored", [{}, {"dtype": "float16"}, {"torch_dtype": "bfloat16"}])
+@pytest.mark.parametrize("attention", [None, "eager", "sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("stored", [None, "float16", "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_L09_type_and_attention_are_explicit(tmp_path, tiny, stored, dtype):
+def test_L09_type_and_attention_are_explicit(tmp_path, tiny, model, stored, attention, dtype):
     """Whatever the file says, the type is the one asked for, and the attention is eager."""
-    other = {"attn_implementation": "sdpa", "_attn_implementation": "flash_attention_2"}
-    folder = write_folder(tmp_path, tiny.weights, CONFIG | stored | other)
-    model = reference.torch_model(checkpoint_from_source(str(folder)), dtype)
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    obtained = reference.provenance(model)
+    said = {
+        **dict.fromkeys(("dtype", "torch_dtype"), stored),
+        **dict.fromkeys(("attn_implementation", "_attn_implementation"), attention),
+    }
+    said = {name: value for name, value in said.items() if value is not None}
+    folder = write_folder(tmp_path, tiny.weights, CONFIG | said)
+    built = reference.torch_model(checkpoint_from_source(str(folder)), dtype)
+    assert {parameter.dtype for parameter in built.parameters()} == {dtype}
+    obtained = reference.provenance(built)
     assert obtained["dtype"] == str(dtype).removeprefix("torch.")
     assert obtained["attention"] == "eager"
     assert set(obtained) == {"transformers", "torch", "dtype", "attention", "device"}
+    if dtype == torch.float32:
+        assert np.array_equal(reference.logits(built, TOKENS), reference.logits(model, TOKENS))
 
 
 def test_L09_bfloat16_is_near_float32(tiny, model):

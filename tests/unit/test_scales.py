@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptneo_trt.data import Scales
-from gptneo_trt.errors import CalibrationError
+from gptneo_trt.errors import CalibrationError, StorageError
 from gptneo_trt.scales import (
     ranges_from_values,
     ranges_sha256,
@@ -30,6 +30,7 @@ SAMPLE = Scales(
     tokens=10365,
     modelopt_version="0.46.1",
     notes=("transformer.h.1.mlp.c_fc: never saw a value",),
+    other_amax={"percentile": dict(zip(MODULES, (3.0, 0.0625), strict=True))},
 )
 CHECKPOINT = SimpleNamespace(sha256="c0ffee")
 TEXT = SimpleNamespace(sha256="7e47", tokens=10365)
@@ -64,7 +65,7 @@ def test_round_trip(path):
 def test_any_positive_range_survives_a_round_trip(tmp_path_factory, amax):
     """Every float32 range comes back to the bit."""
     path = tmp_path_factory.mktemp("scales") / "any.json"
-    scales = replace(SAMPLE, activation_amax=amax)
+    scales = replace(SAMPLE, activation_amax=amax, other_amax={"mse-fp8": amax})
     write_scales(path, scales)
 
     assert read_scales(path, CHECKPOINT, TEXT, tuple(amax)) == scales
@@ -128,11 +129,11 @@ def test_order_of_modules_does_not_matter(path):
 def test_malformed_file_is_named(path, content):
     """What is no scales file is refused with its path and what to do about it."""
     path.write_text(content, encoding="utf-16")
-    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file: .*; delete it"):
+    with pytest.raises(CalibrationError, match=r"sample\.json: .*; delete it"):
         read_scales(path, CHECKPOINT, TEXT, MODULES)
 
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file: .*; delete it"):
+    with pytest.raises(CalibrationError, match=r"sample\.json: .*; delete it"):
         read_scales(path, CHECKPOINT, TEXT, MODULES)
 
 
@@ -141,7 +142,7 @@ def test_cut_file_is_named(path, size):
     """A file that was cut short is refused, not read in part."""
     path.write_bytes(path.read_bytes()[:size])
 
-    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file"):
+    with pytest.raises(CalibrationError, match=r"sample\.json: .*not JSON"):
         read_scales(path, CHECKPOINT, TEXT, MODULES)
 
 
@@ -154,12 +155,39 @@ def test_missing_or_unknown_member_is_refused(path, member):
         read_scales(path, CHECKPOINT, TEXT, MODULES)
 
 
-@pytest.mark.parametrize("token", ["0", "-0.0", "-3.5", "NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("token", ["0", "-0.0", "-3.5"])
 def test_range_that_is_no_range_is_refused(path, token):
-    """Zero, negative, NaN and infinite ranges name their projection."""
+    """Zero and negative ranges name their projection."""
     path.write_text(path.read_text().replace("0.1,", f"{token},").replace("0.1\n", f"{token}\n"))
 
     with pytest.raises(CalibrationError, match=rf"sample\.json: ranges of \['{MODULES[1]}'\]"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+@pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_range_that_is_not_finite_is_refused(path, token):
+    """NaN and infinite ranges are refused with their place."""
+    path.write_text(path.read_text().replace("0.1,", f"{token},").replace("0.1\n", f"{token}\n"))
+
+    with pytest.raises(CalibrationError, match=rf"json: line 4, .* {token}, expected a finite"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"percentile": 3}, "other_amax/percentile: obtained 3, expected numbers"),
+        ({"percentile": {MODULES[0]: "3"}}, "other_amax/percentile: obtained .*expected numbers"),
+        ([], r"other_amax: obtained \[\], expected dict"),
+        ({"percentile": dict(zip(MODULES, (3.0, 0.0), strict=True))}, rf"ranges of \['{MODULES[1]}"),
+    ],
+    ids=["a number", "a text", "a list", "zero"],
+)
+def test_ranges_of_another_method_are_checked_too(path, other, message):
+    """What a row with another calibration is built from is a positive number as well."""
+    edit(path, other_amax=other)
+
+    with pytest.raises(CalibrationError, match=message):
         read_scales(path, CHECKPOINT, TEXT, MODULES)
 
 
@@ -186,7 +214,7 @@ def test_range_beyond_a_float_is_refused(path):
     """An integer that no float holds is no range either."""
     edit(path, activation_amax={MODULES[0]: 10**400})
 
-    with pytest.raises(CalibrationError, match=r"sample\.json: not a scales file: .*; delete it"):
+    with pytest.raises(CalibrationError, match=r"sample\.json: .*; delete it"):
         read_scales(path, CHECKPOINT, TEXT, MODULES)
 
 
@@ -208,7 +236,7 @@ def test_write_that_fails_leaves_nothing_beside_the_old_file(path, monkeypatch):
 
     before = path.read_bytes()
     monkeypatch.setattr(type(path), "replace", refuse)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(StorageError, match="no space left"):
         write_scales(path, replace(SAMPLE, tokens=1))
 
     assert path.read_bytes() == before
@@ -225,7 +253,8 @@ def test_writing_leaves_one_file(path):
 def test_a_reader_never_sees_half_a_file(path):
     """While another thread writes again and again, every read gives whole scales or the other."""
     many = {f"transformer.h.{i}.mlp.c_fc": 1.0 + i for i in range(300)}
-    versions = [replace(SAMPLE, activation_amax=many, modelopt_version=v) for v in ("1", "2")]
+    sample = replace(SAMPLE, activation_amax=many, other_amax={})
+    versions = [replace(sample, modelopt_version=version) for version in ("1", "2")]
     write_scales(path, versions[0])
     done = threading.Event()
 

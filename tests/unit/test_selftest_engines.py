@@ -28,14 +28,14 @@ def test_a_plan_in_a_fault_s_folder_is_built_with_it(folder, is_seeded, tmp_path
     commands = []
     monkeypatch.setattr(plans, "_run_worker", lambda request, command, *_: commands.append(command))
     seed_workers(monkeypatch, ENGINE_FAULTS)
-    own = [sys.executable, "-m", "gptneo_trt.plan_worker", "job.json"]
-    plans._run_worker(None, own, tmp_path / folder / "tmp", 1.0)
+    own = [sys.executable, "-m", "gptneo_trt.plan_worker"]
+    plans._run_worker(None, own, {"plan": tmp_path / folder / "plans" / "x.plan"}, 1.0)
     assert commands == [faulty_worker.command(STALE.name, own) if is_seeded else own]
 
 
 def test_a_fault_that_no_row_names_builds_nothing():
     """The child of an unknown fault ends with an error, not with a clean plan."""
-    command = faulty_worker.command("no-such-fault", [sys.executable, "-m", "x", "job.json"])
+    command = faulty_worker.command("no-such-fault", [sys.executable, "-m", "x"])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "no-such-fault" in done.stderr

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from gptneo_trt import texts
+from gptneo_trt.baselines import key_differences
 from gptneo_trt.checkpoint import BUNDLED_FOLDER
 from gptneo_trt.errors import CheckpointError
 from gptneo_trt.text_sources import BUNDLED, STUDY
@@ -138,6 +139,31 @@ def test_D01_nothing_is_normalised():
     sets = [text_set_from_texts(PROSE, lines, TOKENIZER_FILE, 4) for lines in (LINES, plain)]
     assert sets[0].key() != sets[1].key()
     assert sets[0].sha256 != sets[1].sha256
+
+
+@pytest.mark.parametrize(
+    ("lines", "join"),
+    [
+        ([line.replace(" @-@ ", "-") for line in LINES], "\n\n"),
+        ([line.replace("<unk>", "unknown") for line in LINES], "\n\n"),
+        (LINES, "\n"),
+        (LINES, ""),
+    ],
+    ids=["hyphen", "unknown word", "newline", "no join"],
+)
+def test_D01_a_baseline_of_another_text_is_refused(lines, join):
+    """What the key of a stored run says of its text differs, and both hashes are shown."""
+    sets = [
+        text_set_from_texts(replace(PROSE, join=each), texts, TOKENIZER_FILE, 4)
+        for texts, each in ((LINES, "\n\n"), (lines, join))
+    ]
+    stored, current = ({"texts": {"prose": each.key()}} for each in sets)
+
+    wrong = key_differences(stored, current)
+
+    hashes = f'stored "{sets[0].sha256}", current "{sets[1].sha256}"'
+    assert f"texts/prose/sha256: {hashes}" in wrong
+    assert {"text", "sha256", "join", "tokenizer_sha256", "tokens"} <= sets[0].key().keys()
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5), st.integers(1, 9))

@@ -1,5 +1,8 @@
 """What a report shows of values a token."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -85,3 +88,29 @@ def test_worst_tokens_fall_and_name_both_sides(compared):
 def test_no_more_worst_tokens_than_there_are(compared):
     """Of six positions, twenty cannot be shown."""
     assert len(token_profiles.worst_tokens(*compared, 20)) == 6
+
+
+def test_described_tokens_have_their_texts(compared):
+    """What stands before, up to the token itself; the true next one; both sides' five."""
+    worst = token_profiles.worst_tokens(*compared, 6)
+    texts = [np.array([10, 11, 12]), np.array([20, 21, 22])]
+
+    found = token_profiles.described(worst, texts, lambda ids: " ".join(map(str, ids)))
+
+    first = found[0]
+    assert (first["text"], first["position"]) == (1, 1)
+    assert (first["before"], first["target"]) == ("20 21", "5")
+    assert first["obtained"][0]["token"] == "7"
+    assert [each["target"] for each in found if each["position"] == 2] == ["", ""]
+    json.dumps(found, allow_nan=False)
+
+
+def test_only_the_last_tokens_before_are_shown(compared):
+    """A long text is cut in front."""
+    worst = token_profiles.worst_tokens(*compared, 1)
+    long = np.arange(100)
+    moved = [replace(worst[0], position=60)]
+
+    (found,) = token_profiles.described(moved, [long, long], lambda ids: f"{ids[0]}-{ids[-1]}")
+
+    assert found["before"] == f"{61 - token_profiles.CONTEXT}-60"

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from scipy.special import log_softmax
 
 from gptneo_trt import reference
-from gptneo_trt.checkpoint import random_checkpoint, weights_sha256
+from gptneo_trt.checkpoint import BUNDLED_FOLDER, random_checkpoint, weights_sha256
 from gptneo_trt.data import Architecture, Scales
 from gptneo_trt.variants import VARIANTS
 
@@ -153,3 +153,12 @@ def write_shards(folder, weights, config=CONFIG):
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return halves[1]
+
+
+def small_tokenizer():
+    """Return the bundled tokenizer.json with its first 300 tokens only."""
+    said = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_bytes())
+    model = said["model"]
+    model["vocab"] = {token: each for token, each in model["vocab"].items() if each < 300}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    return said
