@@ -112,7 +112,7 @@ def texts(pytestconfig: pytest.Config, checkpoint: Checkpoint) -> dict[str, Text
 
 
 @pytest.fixture(scope="session")
-def setup(pytestconfig: pytest.Config, target: Target) -> Setup:
+def setup(pytestconfig: pytest.Config, target: Target, checkpoint: Checkpoint) -> Setup:
     """Return what a process that measures has to load."""
     return Setup(
         pytestconfig.getoption("--model"),
@@ -121,6 +121,7 @@ def setup(pytestconfig: pytest.Config, target: Target) -> Setup:
         pytestconfig.getoption("--gate-cache"),
         keep_logits=target.needs_gpu,
         summation_order=pytestconfig.getoption("--summation-order"),
+        checkpoint_sha256=checkpoint.sha256,
     )
 
 

@@ -111,12 +111,12 @@ def _attention_layers(
             f'[[["global", "local"], repeats]] (attention_types), at most {MAX_LAYERS} layers'
         )
         return ()
-    for layer, name in enumerate(layers):
-        if name not in ATTENTION_NAMES:
-            wrong.append(
-                f"{origin}: obtained {short(name)} for layer {layer}, "
-                f"expected one of {list(ATTENTION_NAMES)}"
-            )
+    unknown = [layer for layer, name in enumerate(layers) if name not in ATTENTION_NAMES]
+    if unknown:
+        wrong.append(
+            f"{origin}: obtained {short(layers[unknown[0]])} for layer {unknown[0]}, expected one "
+            f"of {list(ATTENTION_NAMES)}; so for {len(unknown)} of {len(layers)} layers"
+        )
     if num_layers and len(layers) != num_layers:
         wrong.append(f"{origin}: obtained {len(layers)} layers, expected num_layers {num_layers}")
     return tuple(layers)

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TextIO
 
-from gptneo_trt.errors import BuildError, RunError
+from gptneo_trt.errors import BuildError, GptNeoTrtError, RunError
 
 FLAVOURS = {
     "tensorrt_rtx": "pip install 'tensorrt-rtx==1.6.1.120'",
@@ -108,12 +108,48 @@ def _logger(interface: Any) -> Any:
     return Logger()
 
 
+def refuse_none(
+    backend: Backend, call: str, result: Any, error: type[GptNeoTrtError] = BuildError
+) -> None:
+    """Check what a call of TensorRT gave.
+
+    Raises:
+        GptNeoTrtError: of the class ``error``: it gave None, and its log says why.
+    """
+    if result is None:
+        raise error(f"{backend.target}: {call} returned None")
+
+
+def create_builder(backend: Backend, log: Log) -> Any:
+    """Return a ``Builder``.
+
+    Raises:
+        BuildError: TensorRT gave none.
+    """
+    try:
+        return backend.trt.Builder(log.logger)
+    except TypeError as error:  # pybind11's "factory function returned nullptr"
+        raise BuildError(f"{backend.target}: no Builder: {error}", tuple(log.lines)) from error
+
+
+def create_runtime(backend: Backend, log: Log) -> Any:
+    """Return a ``Runtime``.
+
+    Raises:
+        RunError: TensorRT gave none.
+    """
+    try:
+        return backend.trt.Runtime(log.logger)
+    except TypeError as error:  # pybind11's "factory function returned nullptr"
+        lines = "".join(f"\n  TensorRT: {line}" for line in log.lines)
+        raise RunError(f"{backend.target}: no Runtime: {error}{lines}") from error
+
+
 def create_network(backend: Backend, builder: Any) -> Any:
     """Return an empty, strongly typed ``INetworkDefinition``."""
     flag = 1 << int(backend.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flag)
-    if network is None:
-        raise BuildError(f"{backend.target}: create_network returned None")
+    refuse_none(backend, "create_network", network)
     return network
 
 
@@ -128,6 +164,7 @@ def create_config(backend: Backend, builder: Any, capabilities: Sequence[str]) -
             that it declares.
     """
     config = builder.create_builder_config()
+    refuse_none(backend, "create_builder_config", config)
     # Without it the inspector names no types; the plan's size does not depend on it.
     config.profiling_verbosity = backend.trt.ProfilingVerbosity.DETAILED
     if not capabilities:
@@ -188,16 +225,22 @@ def create_context(
     if backend.flavour != "tensorrt_rtx":
         return engine.create_execution_context(), None, False
     config = engine.create_runtime_config()
+    refuse_none(backend, "create_runtime_config", config, RunError)
     config.dynamic_shapes_kernel_specialization_strategy = (
         backend.trt.DynamicShapesKernelSpecializationStrategy.EAGER
     )
     cache = config.create_runtime_cache()
+    refuse_none(backend, "create_runtime_cache", cache, RunError)
     taken = kernels is not None and cache.deserialize(kernels)
     if not config.set_runtime_cache(cache):
         raise RunError(f"{backend.target}: set_runtime_cache returned False")
     return engine.create_execution_context(config), cache, taken
 
 
-def kernels_of(cache: Any) -> bytes:
-    """Return what the ``IRuntimeCache`` of ``create_context`` holds, to be given to it again."""
-    return bytes(cache.serialize())
+def kernels_of(cache: Any) -> bytes | None:
+    """Return what the ``IRuntimeCache`` of ``create_context`` holds, to be given to it again.
+
+    None where TensorRT does not tell: they are compiled again.
+    """
+    content = cache.serialize()
+    return None if content is None else bytes(content)

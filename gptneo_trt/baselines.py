@@ -24,7 +24,7 @@ import numpy as np
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.json_file import object_from_file
 from gptneo_trt.token_values import RENEW, npz_bytes, raise_all, read_tokens, token_mismatches
-from gptneo_trt.whole_file import whole_file
+from gptneo_trt.whole_file import update_lock, whole_file
 
 SCHEMA = 1
 MEMBERS = {"schema": int, "key": dict, "provenance": dict, "values": dict, "tokens_sha256": str}
@@ -40,7 +40,8 @@ class Baseline:
     Attributes:
         key: what must be equal before anything is compared (checkpoint, texts, flavour,
             version, GPU, cache rows ...); JSON types, mappings may nest.
-        provenance: where the figures come from; JSON types; never compared.
+        provenance: where the figures come from; JSON types; of it, ``references`` says by type what
+            model losses are to, and ``hashes`` what was built.
         values: flat name with its unit -> finite value; at least one.
         tokens: flat name with its unit -> float32 [M], finite; may be empty.
         rounding: of a published one: name of each value -> half a unit of its last published
@@ -88,7 +89,15 @@ def read(folder: Path, variant: str) -> Baseline:
     document = object_from_file(path, BaselineError, RENEW)
     raise_all(f"{path}", _document_mismatches(document))
     sha256 = document["tokens_sha256"]
-    tokens = read_tokens(_tokens_file(folder, variant, sha256), sha256)
+    tokens_file = _tokens_file(folder, variant, sha256)
+    try:
+        tokens = read_tokens(tokens_file, sha256)
+    except BaselineError:
+        if document == object_from_file(path, BaselineError, RENEW) and (
+            tokens_file == _tokens_file(folder, variant, sha256)
+        ):
+            raise
+        return read(folder, variant)  # another process has updated it meanwhile
     if "rounding" in document:
         wrong = _rounding_mismatches(document["values"], document["rounding"], tokens)
         raise_all(f"{path}", wrong)
@@ -137,13 +146,14 @@ def _write_pair(folder: Path, variant: str, text: str, tokens: tuple[str, bytes]
     """Store a JSON and its token values, of this hash; remove what a killed process left."""
     sha256, content = tokens
     new = _new_tokens_file(folder, variant, sha256)
-    with whole_file(new) as temporary:
-        temporary.write_bytes(content)
-    with whole_file(folder / f"{variant}.json") as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    new.replace(folder / f"{variant}.tokens.npz")
-    for abandoned in folder.glob(f"{variant}.tokens.*.npz"):
-        abandoned.unlink()
+    with update_lock(folder / variant):
+        with whole_file(new) as temporary:
+            temporary.write_bytes(content)
+        with whole_file(folder / f"{variant}.json") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        new.replace(folder / f"{variant}.tokens.npz")
+        for abandoned in folder.glob(f"{variant}.tokens.*.npz"):
+            abandoned.unlink()
 
 
 def _new_tokens_file(folder: Path, variant: str, sha256: str) -> Path:
@@ -221,7 +231,17 @@ def _document_mismatches(document: Mapping[str, Any]) -> list[str]:
     unknown = sorted(document.keys() - members.keys())
     if unknown:
         wrong.append(f"members: obtained unknown {unknown}, expected {sorted(MEMBERS)}")
+    wrong = wrong or _provenance_mismatches(document["provenance"])
     return wrong or _content_mismatches(document["key"], document["values"], {})
+
+
+def _provenance_mismatches(provenance: Mapping[str, Any]) -> list[str]:
+    """Return what is not as its readers take it: hashes by name, references by type and name."""
+    hashes, references = (provenance.get(name, {}) for name in ("hashes", "references"))
+    inner = [hashes, references, *(references.values() if isinstance(references, dict) else ())]
+    if all(isinstance(each, dict) for each in inner):
+        return []
+    return ["provenance: obtained hashes or references that are no objects, expected objects"]
 
 
 def _content_mismatches(key: Mapping, values: Mapping, tokens: Mapping) -> list[str]:

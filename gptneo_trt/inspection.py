@@ -180,7 +180,8 @@ def _attributes(thing: Any, title: str, trt: ModuleType) -> dict[str, Any]:
     """Return property name -> value as JSON types."""
     found, kind = {}, cast(Hashable, type(thing))  # mypy takes a class for unhashable
     for name in _property_names(kind):
-        with suppress(RuntimeError):  # TensorRT's "Could not get block_shape": it is not set
+        # A block_shape that is not set: an error in TensorRT-RTX 1.6, -1 dimensions in 1.5.
+        with suppress(RuntimeError, ValueError):
             found[name] = _plain(getattr(thing, name), f"{title}: {name}", trt)
     return found
 

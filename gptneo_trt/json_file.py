@@ -23,6 +23,8 @@ MAX_BYTES = 32 << 20
 MAX_DEPTH = 32
 # Enough for 128 bits.
 MAX_DIGITS = 40
+# Of a key or a number in a message; a pattern of millions of characters takes minutes to compile.
+SHOWN = 60
 # Of peak memory to bytes read: measured 42 for short lists inside short lists.
 MEMORY_FACTOR = 64
 
@@ -108,7 +110,8 @@ def _parsed(content: bytes) -> Any:
     def finite(token: str) -> float:
         number = float(token)
         if not math.isfinite(number):
-            raise ValueError(f"{_places(text, token)}obtained {token}, expected a finite number")
+            where = _places(text, token)
+            raise ValueError(f"{where}obtained {token[:SHOWN]}, expected a finite number")
         return number
 
     def whole(token: str) -> int:
@@ -127,8 +130,12 @@ def _parsed(content: bytes) -> Any:
 
 
 def _places(text: str, token: str) -> str:
-    """Return "line 3, column 7: " of the first places where a token stands, "" for none."""
-    whole = re.compile(rf'(?<![\w."+-]){re.escape(token)}(?![\w."])')
+    """Return "line 3, column 7: " of the first places where a token stands, "" for none.
+
+    Of a long token only the beginning is looked for.
+    """
+    end = r'(?![\w."])' if len(token) <= SHOWN else ""
+    whole = re.compile(rf'(?<![\w."+-]){re.escape(token[:SHOWN])}{end}')
     starts = [match.start() for _, match in zip(range(3), whole.finditer(text), strict=False)]
     places = [
         f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gptneo_trt import layers
-from gptneo_trt.backend import Backend, create_network, log_collector
+from gptneo_trt.backend import Backend, create_builder, create_network, log_collector, refuse_none
 from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, CalibrationError
 from gptneo_trt.layers import Graph, LinearWeights
@@ -122,15 +122,16 @@ def build_network(
             f"choose 1 to {architecture.max_positions}"
         )
     log = log_collector(backend.trt)
-    builder = backend.trt.Builder(log.logger)
-    definition = create_network(backend, builder)
-    graph = Graph(backend, definition, variant.compute_type)
     linears = _linear_weights(checkpoint, variant, scales)
     try:
+        builder = create_builder(backend, log)
+        definition = create_network(backend, builder)
+        graph = Graph(backend, definition, variant.compute_type)
         inputs = _add_inputs(graph, architecture, phase, context)
         _add_gpt_neo(graph, checkpoint, linears, inputs)
     except BuildError as error:
-        raise BuildError(f"variant {variant.name}, {phase}: {error}", tuple(log.lines)) from error
+        what = f"variant {variant.name}, {phase}: {error.message}"
+        raise BuildError(what, tuple(log.lines)) from error
     arrays = tuple(graph.arrays)
     return Network(backend, builder, definition, log, variant, phase, context, arrays)
 
@@ -162,22 +163,28 @@ def _linear_weights(
 
 
 def _add_inputs(graph: Graph, architecture: Architecture, phase: str, context: int) -> _Inputs:
-    network, types = graph.network, graph.backend.trt.DataType
+    types = graph.backend.trt.DataType
     length = -1 if phase == "prefill" else 1
-    token_ids = network.add_input("token_ids", types.INT32, (1, length))
-    positions = network.add_input("position_ids", types.INT32, (1, length))
+    token_ids = _add_input(graph, "token_ids", types.INT32, (1, length))
+    positions = _add_input(graph, "position_ids", types.INT32, (1, length))
     if phase == "prefill":
         return _Inputs(token_ids, positions, (), _add_prefill_masks(graph, architecture, positions))
     shape = (1, architecture.num_heads, context, architecture.head_width)
     cache_type = graph.data_type(graph.compute_type)
     past = tuple(
         tuple(
-            network.add_input(f"past.h.{i}.{part}", cache_type, shape) for part in ("key", "value")
+            _add_input(graph, f"past.h.{i}.{part}", cache_type, shape) for part in ("key", "value")
         )
         for i in range(architecture.num_layers)
     )
     masks = _add_decode_masks(graph, architecture, positions, context)
     return _Inputs(token_ids, positions, past, masks)
+
+
+def _add_input(graph: Graph, name: str, data_type: Any, shape: tuple[int, ...]) -> Any:
+    tensor = graph.network.add_input(name, data_type, shape)
+    refuse_none(graph.backend, f"add_input {name}", tensor)
+    return tensor
 
 
 def _integer(graph: Graph, name: str, values: Any) -> Any:

@@ -19,11 +19,11 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from gptneo_trt.backend import Backend, backend_named, create_config
+from gptneo_trt.backend import Backend, backend_named, create_config, refuse_none
 from gptneo_trt.child_process import die_with
 from gptneo_trt.data import Architecture, Checkpoint, Scales, weights_sha256
 from gptneo_trt.errors import BuildError, CheckpointError, GptNeoTrtError, RunError, StorageError
-from gptneo_trt.network import Network, build_network
+from gptneo_trt.network import Network, build_network, calibration_method
 from gptneo_trt.runtime import load
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import whole_file
@@ -95,7 +95,8 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     known = {field.name for field in fields(Variant)}
     variant = Variant(**{name: value for name, value in job["variant"].items() if name in known})
     amax = job["activation_amax"]
-    scales = Scales(amax, "max", checkpoint.sha256, "", 0, "") if amax else None
+    method = calibration_method(variant)
+    scales = Scales(amax, method, checkpoint.sha256, "", 0, "") if amax else None
     return build_network(backend, checkpoint, variant, scales, job["phase"], job["context"])
 
 
@@ -122,6 +123,7 @@ def _weights(job: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
 def _add_profile(network: Network, config: Any) -> None:
     """Declare T from 1 to the context, tuned for the context."""
     profile = network.builder.create_optimization_profile()
+    refuse_none(network.backend, "create_optimization_profile", profile)
     for name in ("token_ids", "position_ids"):
         profile.set_shape(name, (1, 1), (1, network.context), (1, network.context))
     if config.add_optimization_profile(profile) < 0:

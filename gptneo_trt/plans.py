@@ -26,7 +26,7 @@ from gptneo_trt.child_process import ending
 from gptneo_trt.data import Checkpoint, Plan, Scales
 from gptneo_trt.errors import BuildError, CrashError, GptNeoTrtError
 from gptneo_trt.json_file import object_from_file
-from gptneo_trt.network import activation_scales
+from gptneo_trt.network import activation_scales, calibration_method
 from gptneo_trt.plan_worker import EXHAUSTED, REFUSED
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
@@ -95,8 +95,9 @@ def _sources_sha256() -> str:
 def _job(request: PlanRequest) -> dict[str, Any]:
     """Return the part of the worker's job that shapes the plan."""
     checkpoint, variant = request.checkpoint, request.variant
-    used = activation_scales(variant, request.scales, checkpoint.architecture.num_layers)
-    known: Mapping[str, float] = request.scales.activation_amax if request.scales else {}
+    method, scales = calibration_method(variant), request.scales
+    used = activation_scales(variant, scales, checkpoint.architecture.num_layers)
+    known: Mapping[str, float] = scales.ranges(method) if scales else {}
     row = {
         name: value for name, value in asdict(variant).items() if name not in ("name", "summary")
     }
@@ -284,7 +285,8 @@ def _error(
     output, errors = (each.splitlines() for each in said)
     told = _told(output) if status in (REFUSED, EXHAUSTED) else None
     if told and status == REFUSED:
-        return BuildError(f"{request.title}: {told['error']}", tuple(told["log"]))
+        log = told["log"] or errors[-LAST_LINES:]  # TensorRT's lines, as they came
+        return BuildError(f"{request.title}: {told['error']}", tuple(log))
     how = f"gave up after {seconds:.1f} s: {told['error']}" if told else ending(status, seconds)
     return CrashError(f"{request.title}: the builder {how}", tuple(errors[-LAST_LINES:]))
 

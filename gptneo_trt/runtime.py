@@ -6,6 +6,7 @@ a file beside the plan, one a GPU and driver. A file that TensorRT does not acce
 anew and replaced.
 """
 
+import hashlib
 import json
 import re
 import time
@@ -13,10 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptneo_trt.backend import Backend, Log, create_context, kernels_of, log_collector
+from gptneo_trt.backend import (
+    Backend,
+    Log,
+    create_context,
+    create_runtime,
+    kernels_of,
+    log_collector,
+    refuse_none,
+)
 from gptneo_trt.errors import RunError
+from gptneo_trt.json_file import object_from_file
 from gptneo_trt.whole_file import whole_file
 
+DIGEST_BYTES = 32  # in front of the kernels in their file: their SHA-256
+ANEW = "they are compiled anew, and the file replaced"
 MODULE = re.compile(r"transformer\.h\.\d+\.(?:attn\.attention|mlp)\.\w+_(?:proj|fc)")
 
 
@@ -47,7 +59,10 @@ class Loaded:
         if self.cache is None or self.kernels is None:
             return
         content = kernels_of(self.cache)
-        if not self.kernels.exists() or len(content) != self.kernels.stat().st_size:
+        if content is None:
+            return
+        size = len(content) + DIGEST_BYTES
+        if not self.kernels.exists() or size != self.kernels.stat().st_size:
             _write(self.kernels, content)
 
 
@@ -70,23 +85,42 @@ def load(backend: Backend, plan: Path, kernels: Path | None = None) -> Loaded:
         content = plan.read_bytes()
     except OSError as error:
         raise RunError(f"plan {plan.name} cannot be read: {error}; build it again") from error
-    runtime = backend.trt.Runtime(log.logger)
+    runtime = create_runtime(backend, log)
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise RunError(_refused(backend, plan, "deserialize_cuda_engine", log))
-    known = kernels.read_bytes() if kernels and kernels.exists() else None
+    known = _kept_kernels(kernels, log) if kernels else None
     context, cache, taken = create_context(backend, engine, known)
     if context is None:
         raise RunError(_refused(backend, plan, "create_execution_context", log))
     load_s = time.perf_counter() - started
     if kernels and cache is not None and not taken:
-        _write(kernels, kernels_of(cache))
+        if known is not None:
+            log.add(f"[WARNING] {kernels.name}: TensorRT refused these kernels; {ANEW}")
+        compiled = kernels_of(cache)
+        if compiled is not None:
+            _write(kernels, compiled)
     return Loaded(runtime, engine, context, log, load_s, cache, kernels)
 
 
 def _write(kernels: Path, content: bytes) -> None:
     with whole_file(kernels) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_bytes(hashlib.sha256(content).digest() + content)
+
+
+def _kept_kernels(kernels: Path, log: Log) -> bytes | None:
+    """Return the kernels in a file; None where there are none that ``_write`` wrote.
+
+    TensorRT is not asked whether other bytes are kernels: native code reads them.
+    """
+    if not kernels.exists():
+        return None
+    content = kernels.read_bytes()
+    digest, known = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    if hashlib.sha256(known).digest() == digest:
+        return known
+    log.add(f"[WARNING] {kernels.name}: not kernels as they were written; {ANEW}")
+    return None
 
 
 def _refused(backend: Backend, plan: Path, call: str, log: Log) -> str:
@@ -101,10 +135,10 @@ def _refused(backend: Backend, plan: Path, call: str, log: Log) -> str:
 def _builder(plan: Path) -> str:
     """Return the flavour, version and GPU that a plan's side-car names."""
     try:
-        record = json.loads(plan.with_suffix(".json").read_text(encoding="utf-8"))
+        record = object_from_file(plan.with_suffix(".json"), RunError, "build it again")
         built_by = f"{record['flavour']}-{record['version']}"
         return f"{built_by} for {record['gpu']}" if record["gpu"] else built_by
-    except (OSError, ValueError, KeyError, TypeError):
+    except (RunError, KeyError):
         return "an unknown TensorRT (no readable side-car)"
 
 
@@ -118,7 +152,9 @@ def fp8_modules(backend: Backend, loaded: Loaded) -> tuple[str, ...]:
         RunError: a layer multiplies in FP8 and names no projection, or the engine tells nothing.
     """
     inspector = loaded.engine.create_engine_inspector()
+    refuse_none(backend, "create_engine_inspector", inspector, RunError)
     information = inspector.get_engine_information(backend.trt.LayerInformationFormat.JSON)
+    refuse_none(backend, "get_engine_information", information, RunError)
     return fp8_modules_of(json.loads(information))
 
 

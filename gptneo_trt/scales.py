@@ -19,6 +19,7 @@ from gptneo_trt.whole_file import whole_file, writer_lock
 CONSTANT_AMAX = 4.0
 REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
+FOLDER = Path(__file__).parent
 SOURCES = ("calibrate.py", "reference.py")
 MEMBERS = {
     "activation_amax": dict,
@@ -50,8 +51,7 @@ def scales_path(cache: Path, checkpoint: Checkpoint, text: TextSet) -> Path:
     """
     parts = [checkpoint.sha256, text.token_ids_sha256, *map(_version, PACKAGES)]
     for name in SOURCES:
-        source = Path(__file__).with_name(name).read_bytes()
-        parts.append(hashlib.sha256(source).hexdigest())
+        parts.append(hashlib.sha256((FOLDER / name).read_bytes()).hexdigest())
     return cache / "scales" / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()}.json"
 
 

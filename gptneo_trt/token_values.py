@@ -74,14 +74,14 @@ def _arrays(content: bytes) -> dict[str, np.ndarray]:
         most = max(UNPACKED_BYTES, UNPACKED_FACTOR * len(content))
         if unpacked > most:
             raise ValueError(f"obtained {unpacked} bytes unpacked, expected at most {most}")
-        if len({entry.filename for entry in entries}) < len(entries):
-            raise ValueError("obtained an array twice, expected each once")
+        names = [entry.filename.removesuffix(".npy") for entry in entries]
+        if "" in names or len(set(names)) < len(names):
+            raise ValueError("obtained an array without a name or twice, expected each once")
         arrays = {}
-        for entry in entries:
+        for name, entry in zip(names, entries, strict=True):
             # Encrypted and patched entries have other flags; lzma and bzip2 another type.
             if entry.compress_type not in COMPRESSIONS or entry.flag_bits & ~UTF8_NAME:
                 raise ValueError(f"obtained {entry!r}, expected a plain or deflated array")
-            name = entry.filename.removesuffix(".npy")
             arrays[name] = _array(name, archive.read(entry))
         return arrays
 

@@ -4,6 +4,7 @@ Nothing is unpickled, guessed or initialised: a parameter is in a file, or it is
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -105,10 +106,13 @@ def _pickle_hint(folder: Path) -> str:
     names = sorted(path.name for path in folder.glob("pytorch_model*"))
     if not names:
         return ""
+    convert = (
+        "import sys; from transformers import GPTNeoForCausalLM as M; "
+        "M.from_pretrained(sys.argv[1], use_safetensors=False).save_pretrained(sys.argv[1])"
+    )
     return (
         f"; {names} cannot be used, since unpickling can run code; convert a checkpoint that "
-        'you trust with: python -c "from transformers import GPTNeoForCausalLM as M; '
-        f"M.from_pretrained('{folder}', use_safetensors=False).save_pretrained('{folder}')\""
+        f"you trust with: {shlex.join(['python', '-c', convert, str(folder)])}"
     )
 
 

@@ -17,6 +17,7 @@ from gptneo_trt.errors import StorageError
 
 ID_BYTES = 8
 TEMPORARIES = f".*.{'[0-9a-f]' * 2 * ID_BYTES}.tmp"
+LOCK = ".lock"  # in a temporary folder, open for writing: a folder's own lock is unknown to NFS
 
 
 @contextmanager
@@ -31,16 +32,36 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         StorageError: the disk is full, or the folder may not be written; ``path`` is as it was.
     """
-    folder = path.with_name(f".{path.name}.{secrets.token_hex(ID_BYTES)}.tmp")
+    with _temporary_folder(path, secrets.token_hex(ID_BYTES)) as folder:
+        yield folder / path.name
+        with (folder / path.name).open("rb") as file:
+            os.fsync(file.fileno())
+        (folder / path.name).replace(path)
+
+
+@contextmanager
+def update_lock(path: Path) -> Iterator[None]:
+    """Hold a lock on what several steps replace, until the block ends; no file is left of it.
+
+    A dead process holds none.
+
+    Raises:
+        StorageError: the folder may not be written.
+    """
+    with _temporary_folder(path, "0" * 2 * ID_BYTES):
+        yield
+
+
+@contextmanager
+def _temporary_folder(path: Path, name: str) -> Iterator[Path]:
+    """Give a folder beside ``path`` that this process alone has, until the block ends."""
+    folder = path.with_name(f".{path.name}.{name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(path.parent)
         held = _claimed(folder)
         try:
-            yield folder / path.name
-            with (folder / path.name).open("rb") as file:
-                os.fsync(file.fileno())
-            (folder / path.name).replace(path)
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(held)
@@ -94,20 +115,29 @@ def _claimed(folder: Path) -> int:
     while True:
         folder.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # another writer took it for abandoned just now
-            descriptor = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.exists():
+            if _is_of(descriptor, folder):
                 return descriptor
             os.close(descriptor)
+
+
+def _is_of(descriptor: int, folder: Path) -> bool:
+    """Return whether a descriptor is of a folder's lock, and not of one that was removed."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK))
+    except FileNotFoundError:
+        return False
 
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the temporary folders in a folder that no process holds any more."""
     for path in folder.glob(TEMPORARIES):
         with suppress(OSError):  # it is held, or gone
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
+                if _is_of(descriptor, path):
+                    shutil.rmtree(path)
             finally:
                 os.close(descriptor)

@@ -101,13 +101,14 @@ def _check_plan(folder: Path) -> bool:
 # Scales
 
 
-def _text() -> TextSet:
+def tiny_text() -> TextSet:
+    """Return a calibration text of 8 tokens."""
     ids = np.arange(8, dtype=np.int32)
     return TextSet("calibration", "made up", (ids,), "every", "0" * 64, "", "0" * 64, 8)
 
 
 def _scales_path(folder: Path) -> Path:
-    return scales.scales_path(folder, _checkpoint(), _text())
+    return scales.scales_path(folder, _checkpoint(), tiny_text())
 
 
 def _modules() -> tuple[str, ...]:
@@ -116,17 +117,19 @@ def _modules() -> tuple[str, ...]:
 
 def _calibrated() -> Scales:
     model = reference.torch_model(_checkpoint(), torch.bfloat16)
-    return calibrate.calibrate(model, _checkpoint(), _text(), _modules())
+    return calibrate.calibrate(model, _checkpoint(), tiny_text(), _modules())
 
 
 def _calibrate(folder: Path) -> bool:
     made = Mock(side_effect=_calibrated)
-    scales.kept_scales(_scales_path(folder), _checkpoint(), _text(), _modules(), made)
+    scales.kept_scales(_scales_path(folder), _checkpoint(), tiny_text(), _modules(), made)
     return made.called
 
 
 def _check_scales(folder: Path) -> bool:
-    return scales.read_scales(_scales_path(folder), _checkpoint(), _text(), _modules()) is not None
+    return (
+        scales.read_scales(_scales_path(folder), _checkpoint(), tiny_text(), _modules()) is not None
+    )
 
 
 # Baselines: every value of a row is the number of the update
@@ -171,14 +174,15 @@ def _check_baselines(folder: Path) -> bool:
 # References
 
 
-def _texts() -> ScoredTexts:
+def tiny_texts() -> ScoredTexts:
+    """Return texts of 24 tokens."""
     ids = [np.arange(24, dtype=np.int32) + start for start in range(8)]
     return ScoredTexts(np.stack(ids), ids[:3], ids[:2])
 
 
 def _references(folder: Path) -> bool:
     with patch.object(references, "_computed", side_effect=references._computed) as computed:
-        references.reference_logits(_checkpoint(), _texts(), "float32", folder)
+        references.reference_logits(_checkpoint(), tiny_texts(), "float32", folder)
     return computed.called
 
 
@@ -186,7 +190,7 @@ def _check_references(folder: Path) -> bool:
     files = _lone_files(folder / "references", "*.safetensors")
     for path in files:
         found = references._stored(path)
-        expected = references._computed(_checkpoint(), _texts(), "float32")
+        expected = references._computed(_checkpoint(), tiny_texts(), "float32")
         assert found is not None
         for name in ("prose", "next_token", "sampled"):
             assert np.array_equal(getattr(found, name), getattr(expected, name))

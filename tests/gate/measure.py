@@ -12,6 +12,7 @@ from gptneo_trt import decoder, metrics
 from gptneo_trt.backend import backend_named
 from gptneo_trt.checkpoint import checkpoint_from_source
 from gptneo_trt.data import (
+    Checkpoint,
     Decoded,
     Measurement,
     Metrics,
@@ -21,7 +22,7 @@ from gptneo_trt.data import (
     WorstToken,
 )
 from gptneo_trt.decoder import Executor
-from gptneo_trt.errors import GptNeoTrtError
+from gptneo_trt.errors import CheckpointError, GptNeoTrtError
 from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.network import build_network
 from gptneo_trt.text_sources import SOURCES
@@ -73,9 +74,19 @@ class Pipeline:
         self.provenances: dict[str, Mapping[str, str]] = {}  # filled with the references
 
     @cached_property
-    def checkpoint(self):
-        """Return the checkpoint."""
-        return checkpoint_from_source(self.setup.model)
+    def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint.
+
+        Raises:
+            CheckpointError: its files are not those that the run began with.
+        """
+        found, expected = checkpoint_from_source(self.setup.model), self.setup.checkpoint_sha256
+        if expected and found.sha256 != expected:
+            raise CheckpointError(
+                f"{self.setup.model}: changed while the gate ran: obtained sha256 {found.sha256}, "
+                f"expected {expected}; run again"
+            )
+        return found
 
     @cached_property
     def prose(self) -> np.ndarray:

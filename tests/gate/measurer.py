@@ -58,6 +58,7 @@ class Setup:
         cache: folder where references are kept.
         keep_logits: whether measurements of rows without FP8 keep their logits.
         summation_order: of the interpreter; see ``Interpreter``.
+        checkpoint_sha256: what the model must be, whenever a worker loads it; "" for anything.
     """
 
     model: str
@@ -66,6 +67,7 @@ class Setup:
     cache: Path
     keep_logits: bool = False
     summation_order: int = 0
+    checkpoint_sha256: str = ""
 
 
 _pipeline: "Pipeline"  # of this process, set by _prepare

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from tests.gate import tolerances
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS
 
 BASELINE_PREFIX = "regression/"  # metrics that are judged against the stored run
+REFERENCE = ("attention", "dtype", "transformers")  # what makes a reference another model
 STORED_REFERENCE = "float32"  # bf16's own error differs between processors, float32's does not
 
 
@@ -290,14 +292,28 @@ def baseline_key(
     return key
 
 
+def _reference_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return where losses of two runs are to other models; types that one lacks are not asked."""
+    old, new = (
+        {
+            f"reference {type_name}": {name: run[type_name].get(name) for name in REFERENCE}
+            for type_name in stored.keys() & current.keys()
+        }
+        for run in (stored, current)
+    )
+    return baselines.key_differences(old, new)
+
+
 def stored_baseline(run: GateRun, variant: Variant) -> Baseline:
     """Return the baseline of this very checkpoint, texts and target.
 
     Raises:
-        BaselineError: there is none, or its key differs; both sides of each difference are named.
+        BaselineError: there is none, or its key or reference differs; both sides of each
+            difference are named.
     """
     found = baselines.read(run.folder, variant.name)
     wrong = baselines.key_differences(found.key, run.key, published=found.is_published)
+    wrong += _reference_differences(found.provenance.get("references", {}), run.references)
     if wrong:
         raise BaselineError(
             f"baseline of {variant.name} is of something else: {'; '.join(wrong)}; compare "

@@ -150,8 +150,13 @@ def archive_of(members, compression=zipfile.ZIP_DEFLATED):
         (archive_of({"a.npy": bytes(64 << 20)}), "67108864 bytes unpacked, expected at most"),
         (archive_of({"a.npy": b""}, zipfile.ZIP_LZMA), "compress_type=lzma.* expected a plain"),
         (archive_of({"a.npy": b"\x80\x04N."}), r"tokens/a: obtained b'', expected float32"),
+        (
+            archive_of({"a.npy": b"x"}).replace(b"a.npy", b"\0.npy"),
+            "an array without a name or twice, expected each once",
+        ),
+        (archive_of({"a": b"x", "a.npy": b"x"}), "an array without a name or twice"),
     ],
-    ids=["bomb", "lzma", "pickle"],
+    ids=["bomb", "lzma", "pickle", "no name", "one name"],
 )
 def test_archives_that_are_not_unpacked(folder, content, message):
     """What an entry says of itself is read before the entry."""

@@ -20,6 +20,7 @@ SAMPLE = Scales(
     tokens=2,
     modelopt_version="0.46.1",
     notes=("transformer.h.1.mlp.c_fc: never saw a value",),
+    other_amax={"percentile-99.9": {"transformer.h.0.mlp.c_fc": 3.0}},
 )
 CHECKPOINT, TEXT = SimpleNamespace(sha256="c0ffee"), SimpleNamespace(sha256="7e47", tokens=2)
 CONTENT = json.dumps(vars(SAMPLE), indent=1).encode()
@@ -41,9 +42,11 @@ def check(path, content):
     )
     if isinstance(found, Scales):
         said = json.loads(content)
-        said["activation_amax"] = {k: float(v) for k, v in said["activation_amax"].items()}
+        ranges = [said["activation_amax"], *said["other_amax"].values()]
+        for each in ranges:
+            each.update({module: float(amax) for module, amax in each.items()})
+            assert all(0 < amax < float("inf") for amax in each.values())
         assert json.loads(json.dumps(vars(found))) == said
-        assert all(0 < amax < float("inf") for amax in found.activation_amax.values())
     else:
         assert found is None or isinstance(found, CalibrationError)
 

@@ -27,6 +27,7 @@ from tests.unit.tiny import (
     WINDOW_MUTANTS,
     fixed_scales,
     tiny_checkpoint,
+    with_architecture,
     with_divided_queries,
     with_scores,
 )
@@ -58,10 +59,7 @@ def runs_on(target: Target, gpu: Gpu | None) -> str:
 def checkpoints() -> dict[str, Checkpoint]:
     """Return T0 with room for 256 positions, what a port makes of it, and the bundled one."""
     t0 = tiny_checkpoint(replace(T0, max_positions=CONTEXT))
-    mutants = {
-        name: replace(t0, architecture=replace(t0.architecture, **change))
-        for name, change in WINDOW_MUTANTS.items()
-    }
+    mutants = {name: with_architecture(t0, **change) for name, change in WINDOW_MUTANTS.items()}
     small, large = (with_scores(t0, SHORT, scores) for scores in (5.0, 7e4))
     scores = {
         "scores of 5": small,

@@ -58,6 +58,8 @@ def test_L02_default_pattern_has_24_layers():
         ({"num_layers": 4, "attention_layers": ["global"] * 3}, "3 layers, expected num_layers 4"),
         ({"num_layers": 4, "attention_types": None}, "24 layers, expected num_layers 4"),
         ({"attention_layers": ["global", "sparse"]}, "'sparse' for layer 1"),
+        ({"attention_types": [[["x"], 999]]}, "'x' for layer 0, .*; so for 999 of 999 layers"),
+        ({"attention_types": [[["local"], -1]]}, r"'local'\], -1\]\], expected"),
         ({"attention_layers": "global"}, "expected a list of names"),
         ({"attention_types": [["global", "local"]]}, r"\[\['global', 'local'\]\], expected"),
         ({"hidden_size": 30, "num_heads": 4}, "hidden_size 30: expected a multiple of.* 4"),

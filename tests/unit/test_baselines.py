@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,13 @@ def test_B04_truncated_json_is_named_with_line_and_column(folder):
         (lambda text: text.replace("0.0022", "true"), f"values/{KL_MEAN}: obtained True"),
         (lambda text: text.replace("0.0022", "9" * 400), "obtained an integer of 400 digits"),
         (lambda text: text.replace('"provenance"', '"origin"'), r"unknown \['origin'\].*prov"),
+        (lambda text: text.replace('"provenance": {', '"provenance": {"hashes": 5,'), "no objects"),
+        (
+            lambda text: text.replace(
+                '"provenance": {', '"provenance": {"references": {"bf16": 5},'
+            ),
+            "provenance: obtained hashes or references that are no objects, expected objects",
+        ),
         (lambda text: "[]", "obtained a list, expected a JSON object"),
     ],
     ids=[
@@ -155,6 +163,8 @@ def test_B04_truncated_json_is_named_with_line_and_column(folder):
         "bool",
         "huge int",
         "unknown member",
+        "hashes",
+        "references",
         "no object",
     ],
 )
@@ -302,6 +312,25 @@ def test_B01_non_finite_or_empty_is_never_stored(folder, change, message):
         baselines.write(folder, "fp8_recipe", replace(SAMPLE, **change))
 
     assert baselines.differences(SAMPLE, baselines.read(folder, "fp8_recipe")) == []
+
+
+def test_updates_at_the_same_time_are_one_after_the_other(tmp_path):
+    """Three writers and readers of one row: every read gives one whole pair, also at the end."""
+
+    def sample(number):
+        tokens = {KL: np.full(3, number, np.float32)}
+        return replace(SAMPLE, values={KL_MEAN: float(number)}, tokens=tokens)
+
+    def work(first):
+        for number in range(first, first + 15):
+            baselines.write(tmp_path, "row", sample(number))
+            found = baselines.read(tmp_path, "row")
+            assert set(found.tokens[KL]) == {found.values[KL_MEAN]}
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(work, first) for first in (100, 200, 300)]:
+            done.result()
+    assert {path.name for path in tmp_path.iterdir()} == {"row.json", "row.tokens.npz"}
 
 
 def test_a_variant_must_be_a_file_name(folder):

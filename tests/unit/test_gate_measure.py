@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tiny import T0, tiny_checkpoint
+from tiny import CONFIG, T0, changed, tiny_checkpoint, write_folder
 
+from gptneo_trt.checkpoint import checkpoint_from_source
 from gptneo_trt.data import Decoded
+from gptneo_trt.errors import CheckpointError
 from gptneo_trt.variants import VARIANTS
 from tests.gate import measure, references
 from tests.gate.measure import Pipeline
@@ -17,6 +19,7 @@ from tests.gate.references import ScoredTexts, reference_logits
 
 FP32 = VARIANTS["fp32"]
 LENGTHS = (CONTEXT, 200, CONTEXT)
+CONFIG_256 = CONFIG | {"max_position_embeddings": CONTEXT}
 
 
 def token_ids(*lengths):
@@ -133,6 +136,18 @@ def test_order_of_a_run_is_that_of_its_setup(pipeline):
         found.append(made.measure_prefill(FP32, None)[1])
     assert not np.array_equal(found[0], found[1])
     assert np.array_equal(found[1], found[2])
+
+
+def test_a_checkpoint_that_changed_while_the_gate_ran_is_refused(checkpoint, tmp_path):
+    """A worker that loads other weights than the run began with measures nothing with them."""
+    folder = write_folder(tmp_path / "t0", checkpoint.weights, CONFIG_256)
+    began = checkpoint_from_source(str(folder)).sha256
+    setup = Setup(str(folder), "tensorrt_rtx", "bundled", tmp_path, checkpoint_sha256=began)
+    assert Pipeline(setup).checkpoint.sha256 == began
+    other = changed(checkpoint, {"transformer.ln_f.bias": lambda bias: bias + 1})
+    write_folder(folder, other.weights, CONFIG_256)
+    with pytest.raises(CheckpointError, match=rf"changed while .* expected {began}; run again"):
+        Pipeline(setup).measure_prefill(FP32, None)
 
 
 def test_measurer_gives_the_second_roll_apart(pipeline, monkeypatch, tmp_path):

@@ -434,6 +434,35 @@ def test_stored_run_of_this_key_is_returned(run, folder):
     assert stored_baseline(run, VARIANTS["fp8"]).values == {KL: 7e-3}
 
 
+REFERENCES = {"float32": {"attention": "eager", "dtype": "float32", "transformers": "5.17.0"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("attention", "sdpa"), ("dtype", "float16"), ("transformers", "5.24.0")],
+)
+def test_L09_stored_run_of_another_reference_is_refused(run, folder, name, other):
+    """Losses to another model are not compared: both sides are named; torch may differ."""
+    stored = {"float32": REFERENCES["float32"] | {name: other, "torch": "2.11"}, "bf16": {}}
+    baselines.write(folder, "fp8", Baseline(run.key, {"references": stored}, {KL: 7e-3}, {}))
+    run.references = REFERENCES
+
+    expected = (
+        f'reference float32/{name}: stored "{other}", current "{REFERENCES["float32"][name]}"'
+    )
+    with pytest.raises(BaselineError, match=f"is of something else: {expected}; compare"):
+        stored_baseline(run, VARIANTS["fp8"])
+
+
+def test_L09_stored_run_of_this_reference_is_returned(run, folder):
+    """Other types and other entries of the reference are not asked."""
+    stored = {"float32": REFERENCES["float32"] | {"torch": "2.11"}, "bf16": {"dtype": "bfloat16"}}
+    baselines.write(folder, "fp8", Baseline(run.key, {"references": stored}, {KL: 7e-3}, {}))
+    run.references = REFERENCES
+
+    assert stored_baseline(run, VARIANTS["fp8"]).values == {KL: 7e-3}
+
+
 def test_published_run_is_asked_for_what_its_key_has(run, folder):
     """A publication states no hash; what it states has to be equal."""
     published = Baseline({"version": "11.4"}, {}, {KL: 7e-3}, {}, {KL: 5e-4})

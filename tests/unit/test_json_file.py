@@ -1,6 +1,7 @@
 """JSON that anybody may have written: what is read, and that everything else is one error."""
 
 import json
+import time
 import tracemalloc
 
 import pytest
@@ -114,6 +115,28 @@ def test_memory_is_bounded(unit):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MEMORY_FACTOR * len(content)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ("9" * 10**6, "line 1, column 6: obtained an integer of 1000000 digits"),
+        ("9" * 10**6 + ".0", "line 1, column 6: obtained 9{60}, expected a finite number"),
+        ("1e" + "9" * 10**6, "line 1, column 6: obtained 1e9{58}, expected a finite number"),
+        (
+            '{"' + "k" * 10**6 + '":1,"' + "k" * 10**6 + '":2}',
+            r"column 7 or .* keys \['k+\.\.\.k+'",
+        ),
+    ],
+    ids=["integer", "float", "exponent", "key"],
+)
+def test_long_tokens_take_no_time_and_short_messages(inner, message):
+    """A token of a million characters is named by its beginning, within seconds."""
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(f'{{"a":{inner}}}')
+    assert time.perf_counter() - started < 10
+    assert len(str(caught.value)) < 200
 
 
 def test_many_keys_twice_take_no_time():

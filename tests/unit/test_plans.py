@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 from tiny import changed, fixed_scales
 
-from gptneo_trt import plan_worker, plans
+from gptneo_trt import network, plan_worker, plans
 from gptneo_trt.errors import BuildError, CalibrationError, CrashError
 from gptneo_trt.plans import PlanRequest, build_plan, plan_key
 from gptneo_trt.variants import VARIANTS, Variant
@@ -25,7 +26,7 @@ def request_of(backend, t0):
 
     def make(**changes):
         made = PlanRequest(backend, t0, VARIANTS["fp8"], fixed_scales(t0), "decode", 8)
-        return replace(made, **changes)
+        return replace(with_other_ranges(made, 4.0), **changes)
 
     return make
 
@@ -112,6 +113,12 @@ def with_row(request, **fields):
     return replace(request, variant=replace(request.variant, **fields))
 
 
+def with_other_ranges(request, amax):
+    """Return the request with ranges by another method, each the same."""
+    other = {"percentile": dict.fromkeys(request.scales.activation_amax, amax)}
+    return replace(request, scales=replace(request.scales, other_amax=other))
+
+
 # What changes -> the changed request; the key must be another one.
 OTHER_PLANS = {
     "a weight": lambda r: replace(
@@ -123,6 +130,10 @@ OTHER_PLANS = {
     "dequantize type": lambda r: with_row(r, dequantize_type="fp32"),
     "compute type": lambda r: with_row(r, compute_type="fp32"),
     "scale factor": lambda r: with_row(r, activation_scale_factor=1.5),
+    "format": lambda r: with_row(r, quantized_format="int8"),
+    "weight scales": lambda r: with_row(r, weight_scales="channel"),
+    "weights alone": lambda r: with_row(r, quantized_activations=False),
+    "calibration": lambda r: with_row(r, calibration="percentile"),
     "phase": lambda r: replace(r, phase="prefill"),
     "context": lambda r: replace(r, context=9),
     "capabilities": lambda r: replace(r, capabilities=("8.9",)),
@@ -140,6 +151,7 @@ SAME_PLAN = {
     "a range that the row does not use": lambda r: with_range(
         r, "transformer.h.1.attn.attention.out_proj", 3.0
     ),
+    "ranges by a method that the row does not use": lambda r: with_other_ranges(r, 3.0),
     "calibration tokens": lambda r: replace(r, scales=replace(r.scales, tokens=999)),
 }
 
@@ -148,6 +160,21 @@ SAME_PLAN = {
 def test_R06_what_shapes_a_plan_is_in_its_key(request_of, change):
     """Changing anything that shapes the plan asks for another file."""
     assert plan_key(change(request_of())) != plan_key(request_of())
+
+
+@pytest.mark.parametrize("kind", ["max", "percentile"])
+def test_R06_a_plan_has_the_ranges_of_its_row_s_calibration(request_of, kind):
+    """They are in the key and reach the worker; those of another method do neither."""
+    request = with_row(request_of(), calibration=kind)
+    amax = {"max": 8.0, "percentile": 4.0}[kind]
+    assert set(plans._job(request)["activation_amax"].values()) == {amax}
+    others = with_other_ranges(request, 5.0)
+    assert (plan_key(others) == plan_key(request)) == (kind == "max")
+
+
+def test_a_row_with_another_calibration_builds(request_of, tmp_path):
+    """The worker takes the ranges for those of the row's method."""
+    assert build_plan(with_row(request_of(), calibration="percentile"), tmp_path).plan_mib > 0
 
 
 @pytest.mark.parametrize("change", SAME_PLAN.values(), ids=SAME_PLAN)
@@ -388,17 +415,18 @@ def job(tmp_path, request_of):
 
 
 class Logging:
-    """Stand in for a builder that logs two error lines, and returns a plan or nothing."""
+    """Stand in for a builder that logs error lines, and returns a plan or nothing."""
 
-    def __init__(self, network, serialized):
+    def __init__(self, network, serialized, lines):
         self._builder, self._log, self._serialized = network.builder, network.log, serialized
+        self._lines = lines or ("element type (fp8_e4m3) differs", "no implementation")
 
     def __getattr__(self, name):
         return getattr(self._builder, name)
 
     def build_serialized_network(self, definition, config):
-        """Log two errors and return what was given."""
-        for line in ("element type (fp8_e4m3) differs", "no implementation"):
+        """Log errors and return what was given."""
+        for line in self._lines:
             logger = self._log.logger
             logger.log(logger.ERROR, line)
         return self._serialized
@@ -408,10 +436,10 @@ class Logging:
 def logging_builder(monkeypatch):
     """Return a function that makes plan_worker's builder log errors and return this."""
 
-    def install(serialized):
+    def install(serialized, *lines):
         def build_network(*arguments):
             network = real(*arguments)
-            return replace(network, builder=Logging(network, serialized))
+            return replace(network, builder=Logging(network, serialized, lines))
 
         real = plan_worker.build_network
         monkeypatch.setattr(plan_worker, "build_network", build_network)
@@ -457,6 +485,89 @@ def test_N06_error_lines_beside_a_plan_are_kept(job, logging_builder, tmp_path):
     record = plan_worker.build(job)
     assert record["log"][-1] == "[ERROR] no implementation"
     assert (tmp_path / "x.plan").read_bytes() == b"a plan"
+
+
+def test_N06_too_little_memory_is_no_refusal(job, logging_builder, monkeypatch):
+    """TensorRT's std::bad_alloc is told as exhaustion: no known failure excuses it."""
+    logging_builder(None, "Unexpected exception std::bad_alloc")
+    with pytest.raises(MemoryError, match="build_serialized_network returned None"):
+        plan_worker.build(job)
+    monkeypatch.setattr(plan_worker, "die_with", lambda parent: None)
+    assert plan_worker.main(json.dumps(job)) == plan_worker.EXHAUSTED
+
+
+def test_N06_a_network_without_output_carries_tensorrt_s_lines(job, monkeypatch, tmp_path):
+    """TensorRT's own words for a network with no marked output; no file."""
+    monkeypatch.setattr(network, "_mark_output", lambda *arguments: None)
+    with pytest.raises(BuildError, match="returned None") as caught:
+        plan_worker.build(job)
+    assert "Network must have at least one output" in caught.value.log[-1]
+    assert not list(tmp_path.glob("x.*"))
+
+
+# What may be None -> the words of the error.
+NOTHINGS = {
+    "create_builder_config": "create_builder_config returned None",
+    "create_optimization_profile": "create_optimization_profile returned None",
+}
+
+
+@pytest.mark.parametrize(("call", "message"), NOTHINGS.items(), ids=NOTHINGS)
+def test_N06_every_call_that_may_give_none_is_checked(job, monkeypatch, call, message):
+    """None of a call before the build is an error that names it, not a missing attribute."""
+    real = plan_worker.build_network
+
+    def build_network(*arguments):
+        made = real(*arguments)
+        calls = {
+            name: getattr(made.builder, name) for name in (*NOTHINGS, "build_serialized_network")
+        }
+        return replace(made, builder=SimpleNamespace(**calls | {call: lambda: None}))
+
+    monkeypatch.setattr(plan_worker, "build_network", build_network)
+    with pytest.raises(BuildError, match=message):
+        plan_worker.build(job | {"phase": "prefill"})
+
+
+def test_N06_a_builder_that_is_not_created_is_named(backend, request_of):
+    """What pybind11 says of a null pointer becomes row, phase, flavour and version."""
+
+    def refuse(logger):
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    broken = SimpleNamespace(ILogger=backend.trt.ILogger, Builder=refuse)
+    r = request_of()
+    with pytest.raises(BuildError, match=r"fp8, decode: tensorrt_rtx-1\.6\..*: no Builder: pybind"):
+        network.build_network(
+            replace(backend, trt=broken), r.checkpoint, r.variant, r.scales, r.phase, r.context
+        )
+
+
+def test_N06_an_input_that_is_refused_is_named(backend, request_of, monkeypatch):
+    """None of ``add_input`` is an error that names the input."""
+    create, r = network.create_network, request_of()
+
+    def refusing(*arguments):
+        made = create(*arguments)
+        made.add_input("token_ids", backend.trt.DataType.INT32, (1, 1))  # a second one is refused
+        return made
+
+    monkeypatch.setattr(network, "create_network", refusing)
+    with pytest.raises(BuildError, match=r"fp8, decode: .*: add_input token_ids returned None"):
+        network.build_network(backend, r.checkpoint, r.variant, r.scales, r.phase, r.context)
+
+
+def test_weights_in_the_cache_that_changed_are_refused_and_removed(tmp_path, request_of):
+    """Other weights under the name of the checkpoint build nothing; the next run writes them."""
+    request = request_of()
+    path = plans._stored_weights(request.checkpoint, tmp_path)
+    other = changed(request.checkpoint, {"transformer.ln_f.bias": lambda bias: bias + 1})
+    for content in (save(dict(other.weights)), b"no safetensors"):
+        path.write_bytes(content)
+        with pytest.raises(BuildError, match=r"safetensors: obtained .*, expected the checkpoint"):
+            build_plan(request, tmp_path)
+        assert not path.exists()
+    assert not build_plan(request, tmp_path).cached
 
 
 def test_another_version_is_refused_by_the_worker(job):

@@ -4,6 +4,7 @@ A stub stands in for TensorRT where only a GPU would give an engine; damaged pla
 TensorRT itself.
 """
 
+import hashlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,11 @@ from gptneo_trt.variants import VARIANTS
 
 KERNELS = b"compiled for this GPU"
 SAID = "[ERROR] said by the stub"
+
+
+def kept(kernels):
+    """Return the content of a file of kernels: their SHA-256, and they."""
+    return hashlib.sha256(kernels).digest() + kernels
 
 
 class Stub:
@@ -163,9 +169,9 @@ def test_kernels_are_written_once_and_read_the_next_time(stub, rtx, plan, tmp_pa
     kernels = tmp_path / "kept" / "some.kernels"
     load(rtx, plan, kernels)
     assert stub.offered == []
-    assert kernels.read_bytes() == KERNELS
+    assert kernels.read_bytes() == kept(KERNELS)
     written = kernels.stat().st_ino
-    load(rtx, plan, kernels)
+    assert load(rtx, plan, kernels).log.lines == []
     assert stub.offered == [KERNELS]
     assert kernels.stat().st_ino == written
     assert [path.name for path in kernels.parent.iterdir()] == ["some.kernels"]
@@ -177,22 +183,69 @@ def test_kernels_of_a_new_length_are_kept_with_the_others(stub, rtx, plan, tmp_p
     loaded = load(rtx, plan, kernels)
     stub.compiled = KERNELS + b" and another length"
     loaded.keep_kernels()
-    assert kernels.read_bytes() == stub.compiled
+    assert kernels.read_bytes() == kept(stub.compiled)
     written = kernels.stat().st_ino
     loaded.keep_kernels()
     assert kernels.stat().st_ino == written
 
 
-@pytest.mark.parametrize("content", [b"garbage", b"", bytes(len(KERNELS))])
-def test_R06_kernels_that_tensorrt_refuses_are_replaced(stub, rtx, plan, tmp_path, content):
-    """Foreign or damaged kernels cost one compilation; who reads them meanwhile has them whole."""
+# What is in a file of kernels -> what TensorRT is offered of it, and what is said.
+BAD_KERNELS = {
+    "of another TensorRT": (kept(b"foreign"), [b"foreign"], "TensorRT refused these kernels; "),
+    "none in it": (kept(b""), [b""], "TensorRT refused these kernels; "),
+    "random bytes": (bytes(range(200)), [], "not kernels as they were written; "),
+    "0 bytes": (b"", [], "not kernels as they were written; "),
+    "cut": (kept(KERNELS)[:-1], [], "not kernels as they were written; "),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "offered", "message"), BAD_KERNELS.values(), ids=list(BAD_KERNELS)
+)
+def test_R06_kernels_that_cannot_be_used_are_replaced(
+    stub, rtx, plan, tmp_path, content, offered, message
+):
+    """Foreign or damaged kernels cost a warning and a compilation, and are replaced as a whole.
+
+    Who reads them meanwhile has them whole; native code sees none that were not written here.
+    """
     kernels, reader = tmp_path / "some.kernels", tmp_path / "the same file"
     kernels.write_bytes(content)
     reader.hardlink_to(kernels)
-    load(rtx, plan, kernels)
-    assert stub.offered == [content]
-    assert kernels.read_bytes() == KERNELS
+    lines = load(rtx, plan, kernels).log.lines
+    assert stub.offered == offered
+    assert [line.startswith(f"[WARNING] some.kernels: {message}") for line in lines] == [True]
+    assert kernels.read_bytes() == kept(KERNELS)
     assert reader.read_bytes() == content
+
+
+def test_N06_kernels_that_tensorrt_does_not_tell_are_not_kept(stub, rtx, plan, tmp_path):
+    """``serialize`` may give None: the engine runs, and its kernels are compiled again."""
+    stub.serialize = lambda: None
+    loaded = load(rtx, plan, tmp_path / "some.kernels")
+    loaded.keep_kernels()
+    assert not (tmp_path / "some.kernels").exists()
+
+
+@pytest.mark.parametrize("call", ["create_runtime_config", "create_runtime_cache"])
+def test_N06_what_a_context_needs_may_be_none(stub, rtx, plan, call):
+    """None of a call before the context is an error that names it."""
+    holder = stub if call == "create_runtime_config" else stub.config
+    setattr(holder, call, lambda: None)
+    with pytest.raises(RunError, match=f"tensorrt_rtx-1.6.1.120: {call} returned None"):
+        load(rtx, plan)
+
+
+def test_N06_a_runtime_that_is_not_created_is_named(rtx, plan, stub):
+    """What pybind11 says of a null pointer gets flavour, version and TensorRT's lines."""
+
+    def refuse(logger):
+        stub.given(None)
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    stub.trt.Runtime = refuse
+    with pytest.raises(RunError, match=r"1\.6\.1\.120: no Runtime: .*\n  TensorRT: \[ERROR\] said"):
+        load(rtx, plan)
 
 
 def test_no_kernels_are_kept_where_none_are_asked_for(rtx, plan, tmp_path):
@@ -371,6 +424,17 @@ def test_the_inspector_is_asked_for_json(backend):
     loaded = Loaded(None, engine, None, log_collector(backend.trt), 0.0)
     assert fp8_modules(backend, loaded) == (f"{H0}.q_proj",)
     assert asked == [backend.trt.LayerInformationFormat.JSON]
+
+
+@pytest.mark.parametrize("call", ["create_engine_inspector", "get_engine_information"])
+def test_N06_an_inspector_that_tells_nothing_is_named(backend, call):
+    """None of an engine's inspector is an error that names the call."""
+    inspector = SimpleNamespace(get_engine_information=lambda form: None)
+    given = None if call == "create_engine_inspector" else inspector
+    engine = SimpleNamespace(create_engine_inspector=lambda: given)
+    loaded = Loaded(None, engine, None, log_collector(backend.trt), 0.0)
+    with pytest.raises(RunError, match=f"{backend.target}: {call} returned None"):
+        fp8_modules(backend, loaded)
 
 
 def test_every_projection_has_a_name_that_is_found(t0):

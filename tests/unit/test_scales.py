@@ -179,7 +179,10 @@ def test_range_that_is_not_finite_is_refused(path, token):
         ({"percentile": 3}, "other_amax/percentile: obtained 3, expected numbers"),
         ({"percentile": {MODULES[0]: "3"}}, "other_amax/percentile: obtained .*expected numbers"),
         ([], r"other_amax: obtained \[\], expected dict"),
-        ({"percentile": dict(zip(MODULES, (3.0, 0.0), strict=True))}, rf"ranges of \['{MODULES[1]}"),
+        (
+            {"percentile": dict(zip(MODULES, (3.0, 0.0), strict=True))},
+            rf"ranges of \['{MODULES[1]}",
+        ),
     ],
     ids=["a number", "a text", "a list", "zero"],
 )

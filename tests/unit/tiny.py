@@ -65,6 +65,13 @@ def changed(checkpoint, changes):
     )
 
 
+def with_architecture(checkpoint, **changes):
+    """Return the checkpoint with the same weights and another architecture."""
+    architecture = replace(checkpoint.architecture, **changes)
+    sha256 = weights_sha256(architecture, checkpoint.weights)
+    return replace(checkpoint, architecture=architecture, sha256=sha256)
+
+
 def largest_score(checkpoint, tokens):
     """Return the largest |q.k| of any head, layer and pair of positions, from hooks."""
     model = reference.torch_model(checkpoint, torch.float32)
