@@ -8,7 +8,8 @@ Noise: a KL whose means a text are in both files is compared paired by text (t-t
 by its standard error over texts, which ignores that the texts are the same and so finds less; a
 time ratio by its interval over rounds, which knows nothing of other runs' clocks. p-values are
 two-sided and Holm's over all cells that have one: at most 5 % of comparisons of equal things show
-any change. A figure without an error, such as a plan's size, changed if it differs at all.
+any change. A figure that is counted, such as a plan's size, changed if it differs at all; of one
+that is timed without an interval nobody knows.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
 
 Results = Mapping[str, Any]  # content of results.json
@@ -36,7 +38,9 @@ ERRORS = {
     "perplexity_ratio": "prose/bf16/perplexity_ratio_log_stderr",
 }
 PAIRED = "kl_mean_nats"  # of the prose to bf16: the profiles have its mean a text
-SPEED = "regression/speedup_x"
+SPEED = "speedup_x"  # a value of each row that was timed, whether or not a stored one judged it
+# Timed once, by a clock that has no interval.
+WITHOUT_ERROR = ("alternative/", "clock_frac", "step_overhead_x")
 NORMAL_95 = 1.959964  # half a two-sided 95 % interval, in standard errors
 # Standard deviation of a time ratio between runs of equal engines, over the ratio: five runs on two
 # H200 hosts had a range of up to 2.4 %, which is 2.33 deviations (docs/statistics.md).
@@ -53,7 +57,7 @@ class Change:
         before, after: what was obtained.
         verdicts: before and after.
         p: two-sided; None where there is no estimate of an error.
-        significant: whether it changed beyond noise.
+        significant: whether it changed beyond noise; None: nobody knows.
     """
 
     key: Key
@@ -61,16 +65,25 @@ class Change:
     after: float | str | None
     verdicts: tuple[str, str]
     p: float | None
-    significant: bool
+    significant: bool | None
 
 
 def _cells(results: Results) -> dict[Key, Mapping[str, Any]]:
-    """Return the cells of a run, without those that compare with a stored one of its own."""
-    return {
+    """Return the cells of a run, without those that compare with a stored one of its own.
+
+    A time ratio is judged by such a one alone, so it is taken from the values.
+    """
+    found = {
         (cell["variant"], cell["phase"], cell["metric"]): cell
         for cell in results["cells"]
-        if cell["metric"] == SPEED or not cell["metric"].startswith(MEASURED_AGAIN)
+        if not cell["metric"].startswith(MEASURED_AGAIN)
     }
+    for variant, row in results["values"].items():
+        for phase in PHASES:
+            if f"{phase}/{SPEED}" in row:
+                timed = {"obtained": row[f"{phase}/{SPEED}"], "verdict": "timed"}
+                found[variant, phase, SPEED] = timed
+    return found
 
 
 def differences_of_runs(before: Results, after: Results) -> list[str]:
@@ -119,8 +132,11 @@ def _change(
 ) -> Change:
     before, after = (cell["obtained"] if cell else None for cell in (old, new))
     verdicts = tuple(cell["verdict"] if cell else "absent" for cell in (old, new))
-    differs = before != after or verdicts[0] != verdicts[1]
-    return Change(key, before, after, (verdicts[0], verdicts[1]), p, differs)
+    other_verdict = verdicts[0] != verdicts[1]
+    significant: bool | None = before != after or other_verdict
+    if key[2].startswith(WITHOUT_ERROR) and not other_verdict:
+        significant = None
+    return Change(key, before, after, (verdicts[0], verdicts[1]), p, significant)
 
 
 def _p_value(key: Key, before: Results, after: Results) -> float | None:
@@ -213,8 +229,9 @@ def _line(change: Change) -> str:
     told = [f"{figure:.4g}" if isinstance(figure, float) else str(figure) for figure in figures]
     if change.verdicts[0] != change.verdicts[1]:
         told = [f"{one} ({verdict})" for one, verdict in zip(told, change.verdicts, strict=True)]
-    judged = "beyond noise" if change.significant else "within noise"
-    evidence = "no error is estimated" if change.p is None else f"p = {change.p:.2g}"
+    judged = {True: "beyond noise", False: "within noise", None: "unknown"}[change.significant]
+    counted = "timed without an interval" if change.significant is None else "counted"
+    evidence = counted if change.p is None else f"p = {change.p:.2g}"
     return f"| {'/'.join(change.key)} | {told[0]} | {told[1]} | {moved} | {judged}: {evidence} |"
 
 

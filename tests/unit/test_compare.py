@@ -72,12 +72,25 @@ def test_another_roll_of_the_dice_is_within_noise(before):
 @pytest.mark.parametrize(("factor", "significant"), [(1.01, False), (0.8, True), (1.2, True)])
 def test_a_time_ratio_changes_by_more_than_ratios_of_equal_engines_do(before, factor, significant):
     """1 % is between two runs; 20 % is another engine."""
-    key = ("fp8", "decode", "regression/speedup_x")
-    after = with_cell(before, *key, obtained=factor * 0.683)
+    after = copy.deepcopy(before)
+    after["values"]["fp8"]["decode/speedup_x"] *= factor
 
     changes = compare.changes(before, after)
 
+    key = ("fp8", "decode", "speedup_x")
     assert [(change.key, change.significant) for change in changes] == [(key, significant)]
+
+
+def test_what_is_timed_without_an_interval_is_unknown(before):
+    """Neither beyond noise nor within: it is listed as that, and fails nothing."""
+    key = ("fp16", "decode", "alternative/hugging_face_eager_x")
+    after = with_cell(before, *key, obtained=44.0)
+
+    (change,) = compare.changes(before, after)
+
+    assert change.significant is None
+    (line,) = (line for line in compare.table(before, after) if "hugging_face" in line)
+    assert line.endswith("| unknown: timed without an interval |")
 
 
 def test_a_figure_without_an_error_changed_if_it_differs(before):
@@ -147,5 +160,5 @@ def test_command_names_what_the_runs_differ_in(before, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "- target: h200/tensorrt_rtx-1.6.1.120 -> h200/tensorrt_rtx-1.5.0.114" in told
     assert "- torch: 2.11.0 -> 9.9" in told
-    assert "| fp8/decode/plan_mib | 8.756 | 8.8 | +0.51 % | beyond noise: no error" in told
+    assert "| fp8/decode/plan_mib | 8.756 | 8.8 | +0.51 % | beyond noise: counted |" in told
     assert compare.main([files[0], files[0]]) == 0
