@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from gptneo_trt.errors import MetricError
 from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
 
@@ -45,6 +46,7 @@ NORMAL_95 = 1.959964  # half a two-sided 95 % interval, in standard errors
 # Standard deviation of a time ratio between runs of equal engines, over the ratio: five runs on two
 # H200 hosts had a range of up to 2.4 %, which is 2.33 deviations (docs/statistics.md).
 SPEED_DEVIATION_FRAC = 0.01
+TOKEN_COUNTS = ("/positions", "/scored_tokens")
 MEASURED_AGAIN = ("regression/", "build")  # the same figure as another cell's, or of the cache
 
 
@@ -112,7 +114,11 @@ def changes(before: Results, after: Results) -> list[Change]:
     """Return every cell whose figure or verdict differs, in the order of ``before``.
 
     A cell that one run alone has is one with the verdict "absent" in the other.
+
+    Raises:
+        MetricError: the losses are of other numbers of tokens.
     """
+    _require_same_tokens(before, after)
     old, new = _cells(before), _cells(after)
     found = [
         _change(key, old.get(key), new.get(key), _p_value(key, before, after))
@@ -125,6 +131,23 @@ def changes(before: Results, after: Results) -> list[Change]:
     return [
         each for each in judged if each.before != each.after or each.verdicts[0] != each.verdicts[1]
     ]
+
+
+def _require_same_tokens(before: Results, after: Results) -> None:
+    """Raise MetricError where a loss of one run is over more tokens than the other's."""
+    wrong = []
+    for variant, row in before["values"].items():
+        other = after["values"].get(variant, {})
+        wrong += [
+            f"{variant}/{name}: {row[name]:g} and {other[name]:g}"
+            for name in row.keys() & other.keys()
+            if name.endswith(TOKEN_COUNTS) and row[name] != other[name]
+        ]
+    if wrong:
+        raise MetricError(
+            f"losses over other tokens cannot be compared: {'; '.join(sorted(wrong))}; compare "
+            "runs of the same texts"
+        )
 
 
 def _change(
@@ -236,7 +259,10 @@ def _line(change: Change) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print how two runs differ; return 1 where a cell changed beyond noise."""
+    """Print how two runs differ; return 1 where a cell changed beyond noise.
+
+    Runs that cannot be compared end with status 2 and the reason.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m gptneo_trt.compare",
         description=__doc__,
@@ -246,8 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("after", type=Path, help="results.json of the other")
     options = parser.parse_args(arguments)
     before, after = read_results(options.before), read_results(options.after)
-    print("\n".join(table(before, after)))
-    return int(any(change.significant for change in changes(before, after)))
+    try:
+        lines, found = list(table(before, after)), changes(before, after)
+    except MetricError as error:
+        parser.error(str(error))
+    print("\n".join(lines))
+    return int(any(change.significant for change in found))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from gptneo_trt.errors import StorageError
 
 ID_BYTES = 8
 TEMPORARIES = f".*.{'[0-9a-f]' * 2 * ID_BYTES}.tmp"
-LOCK = ".lock"  # in a temporary folder, open for writing: a folder's own lock is unknown to NFS
+LOCK = "lock"  # in a temporary folder, open for writing: a folder's own lock is unknown to NFS
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from stored_results import measured_only, stored_results, with_cell
 
 from gptneo_trt import compare
+from gptneo_trt.errors import MetricError
 
 ROWS = {"fp16", "fp8"}
 KL = ("fp8", "prefill", "kl_mean_nats")
@@ -145,6 +146,21 @@ def test_comparisons_of_equal_things_seldom_show_a_change(before):
         p_values = [compare._paired_p(pair[0, row], pair[1, row]) for row in range(22)]
         alarms += any(compare._holm(p_values))
     assert alarms <= 10
+
+
+def test_M01_losses_over_other_tokens_are_not_compared(before, tmp_path, capsys):
+    """A token a window more or less is refused with both counts, and the command says so."""
+    after = copy.deepcopy(before)
+    after["values"]["fp8"]["prefill/prose/bf16/scored_tokens"] = 3071.0
+    reason = "fp8/prefill/prose/bf16/scored_tokens: 3060 and 3071; compare runs of the same texts"
+    for name, results in (("before", before), ("after", after)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+
+    with pytest.raises(MetricError, match=reason):
+        compare.changes(before, after)
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(tmp_path / "before.json"), str(tmp_path / "after.json")])
+    assert reason in capsys.readouterr().err
 
 
 def test_command_names_what_the_runs_differ_in(before, tmp_path, capsys):
