@@ -49,12 +49,16 @@ class Engine:
         """Load a plan and make room for its largest outputs.
 
         Raises:
-            RunError: TensorRT refuses the plan, or it has a type that no tensor here has.
+            RunError: TensorRT refuses the plan, or it has a type that no tensor here has; with row,
+                phase, TensorRT and GPU at hand.
         """
         self.variant, self.phase, self.context = request.variant, request.phase, request.context
         self.device = torch.device(device)
         self._title = request.title
-        self.loaded = load(request.backend, plan.path, plan.kernels)
+        try:
+            self.loaded = load(request.backend, plan.path, plan.kernels)
+        except RunError as error:
+            raise RunError(f"{self._title}: {error}") from error
         self._backend, self._context = request.backend, self.loaded.context
         self._ports = self._read_ports(request.backend.trt.TensorIOMode.INPUT)
         self.cache_type = self._ports["h.0.key"].type

@@ -60,6 +60,7 @@ def quantization_of(network: Network) -> Quantization:
     counts: dict[str, int] = {}
     sides = (0, 1) if network.variant.quantized_activations else (1,)
     number_format = network.variant.quantized_format.upper()
+    wanted = {"FP8": trt.DataType.FP8, "INT8": trt.DataType.INT8}[number_format]
     for layer in all_layers:
         if layer.type.name != "MATRIX_MULTIPLY":
             continue
@@ -76,7 +77,7 @@ def quantization_of(network: Network) -> Quantization:
             f"{layer.name}: {source.name} does not read an {number_format} Quantize of its own "
             "scale"
             for source in dequantized
-            if not _reads_quantize(source, producer, getattr(trt.DataType, number_format))
+            if not _reads_quantize(source, producer, wanted)
         ]
         if len(quantized) == 1 and sides == (0, 1):
             wrong.append(f"{layer.name}: one input is {number_format}, the other is not")

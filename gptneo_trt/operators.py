@@ -242,8 +242,8 @@ def _scale_shape(layer: Any, rank: int) -> Callable[[torch.Tensor], torch.Tensor
     )
 
 
-def _is_quantized(tensor: Any, trt: ModuleType) -> bool:
-    return tensor.dtype in (trt.DataType.FP8, trt.DataType.INT8)
+def _is_quantized(data_type: Any, trt: ModuleType) -> bool:
+    return data_type in (trt.DataType.FP8, trt.DataType.INT8)
 
 
 def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
@@ -252,7 +252,7 @@ def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
         layer,
         {
             "inputs": (layer.num_inputs, 2),
-            "to a quantized type": (_is_quantized(layer.get_output(0), trt), True),
+            "to a quantized type": (_is_quantized(layer.get_output(0).dtype, trt), True),
         },
     )
     spread = _scale_shape(layer, len(layer.get_input(0).shape))
@@ -265,7 +265,7 @@ def _read_dequantize(layer: Any, trt: ModuleType) -> Operation:
         layer,
         {
             "inputs": (layer.num_inputs, 2),
-            "from a quantized type": (_is_quantized(layer.get_input(0), trt), True),
+            "from a quantized type": (_is_quantized(layer.get_input(0).dtype, trt), True),
         },
     )
     spread = _scale_shape(layer, len(layer.get_input(0).shape))

@@ -20,7 +20,7 @@ CONSTANT_AMAX = 4.0
 REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
 FOLDER = Path(__file__).parent
-SOURCES = ("calibrate.py", "reference.py")
+SOURCES = ("calibrate.py", "layers.py", "operators.py", "reference.py")
 MEMBERS = {
     "activation_amax": dict,
     "method": str,

@@ -13,9 +13,12 @@ from gptneo_trt.checkpoint import checkpoint_from_source
 from gptneo_trt.plans import build_plan, plan_key
 from tests.crash.works import tiny_request, tiny_text, tiny_texts
 from tests.gate import references
+from tests.unit.sources import imported_modules
 from tests.unit.tiny import changed, tiny_checkpoint, write_folder
 
 BIAS = "transformer.ln_f.bias"
+# Shapes neither ranges nor reference logits: what travels, how errors read, TensorRT.
+SHAPELESS = {"__init__.py", "backend.py", "data.py", "errors.py"}
 
 
 def other_versions(package):
@@ -108,6 +111,14 @@ def test_scales_of_an_older_commit_are_not_used(monkeypatch, tmp_path, name):
         (tmp_path / source).write_bytes(content + (b"#" if source == name else b""))
     monkeypatch.setattr(scales, "FOLDER", tmp_path)
     assert scales_name(tmp_path) != before
+
+
+def test_every_module_that_shapes_them_is_in_the_names():
+    """Whatever calibration and reference import is named in SOURCES, or is of no consequence."""
+    references_need = imported_modules("reference.py") - SHAPELESS
+    scales_need = imported_modules("calibrate.py") - SHAPELESS | references_need
+    assert scales_need == set(scales.SOURCES)
+    assert references_need <= {path.name for path in references.SOURCES}
 
 
 def test_scales_of_other_tokens_are_not_used(tmp_path):

@@ -128,5 +128,5 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Let one worker of ``pytest -n`` run tests that share fixtures: the gate, else a file."""
     if item.config.getoption("loadgroup", False):
         folder = item.path.parent.name
-        group = folder if folder in ("gate", "selftest") else item.path.stem
+        group = folder if folder in ("gate", "selftest", "crash") else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))

@@ -116,8 +116,8 @@ def weight_scales(factor: float) -> Seed:
     """Return a seed: the scale of every weight is multiplied."""
     weight_scale = layers.weight_scale
 
-    def scaled(module, weight):
-        return factor * weight_scale(module, weight)
+    def scaled(module, weight, *options):
+        return factor * weight_scale(module, weight, *options)
 
     return lambda patch: patch.setattr(layers, "weight_scale", scaled)
 

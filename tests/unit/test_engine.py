@@ -203,6 +203,20 @@ def engine_of(monkeypatch, backend, t0):
     return load
 
 
+def test_R06_a_plan_that_is_refused_names_what_was_to_run_it(monkeypatch, backend, t0):
+    """Row, phase, and the TensorRT and GPU at hand stand before what the runtime says."""
+
+    def refuse(backend, plan, kernels):
+        raise RunError("plan some.plan, built by tensorrt-11.1.0.106 for NVIDIA B300: refused")
+
+    monkeypatch.setattr("gptneo_trt.engine.load", refuse)
+    gpu = "NVIDIA H200, driver 580.159.04"
+    request = PlanRequest(backend, t0, VARIANTS["fp16"], None, "decode", CONTEXT, gpu=gpu)
+    expected = f"^variant fp16, decode, {backend.target}, fp16, {gpu}: plan some.plan, built"
+    with pytest.raises(RunError, match=expected):
+        Engine(request, Plan(Path("some.plan"), 1.0, 1.0, False, ()), device="cpu")
+
+
 def text(length=CONTEXT, row=0):
     """Return the feeds of a prefill."""
     tokens = torch.from_numpy(TOKENS[row : row + 1, None, :length].copy())

@@ -1,6 +1,5 @@
 """Plans: built in a child process, kept by what shapes them, and never half there."""
 
-import ast
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from sources import imported_modules
 from tiny import changed, fixed_scales
 
 from gptneo_trt import network, plan_worker, plans
@@ -199,21 +199,6 @@ def test_R06_the_source_is_in_the_key(monkeypatch, request_of, tmp_path, name):
 SHAPELESS = {
     "__init__.py", "child_process.py", "errors.py", "json_file.py", "runtime.py", "whole_file.py",
 }  # fmt: skip
-
-
-def imported_modules(name):
-    """Return the files of the package that a module imports, and what those import."""
-    found, left = set(), {name}
-    while left:
-        one = left.pop()
-        found.add(one)
-        tree = ast.parse((plans.FOLDER / one).read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gptneo_trt"):
-                names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-                files = {f"{each.partition('.')[2]}.py" for each in names}
-                left |= {file for file in files if (plans.FOLDER / file).is_file()} - found
-    return found
 
 
 def test_R06_every_module_that_shapes_plans_is_in_the_key():
