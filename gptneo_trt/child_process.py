@@ -1,11 +1,19 @@
-"""Child processes: how one ended, in words, and that it ends with its parent."""
+"""Child processes: what one inherits, that it ends with its parent, and how it ended, in words."""
 
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def environment() -> dict[str, str]:
+    """Return this environment, in which ``python -m gptneo_trt...`` finds this very package."""
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path}
 
 
 def die_with(parent: int) -> None:

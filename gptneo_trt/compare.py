@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
@@ -27,7 +27,9 @@ from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
 
 Results = Mapping[str, Any]  # content of results.json
+T = TypeVar("T")
 Key = tuple[str, str, str]
+Pair = tuple[T, T]  # before and after
 LEVEL = 0.05
 # Metric of a cell -> its standard error among the values, after the phase.
 ERRORS = {
@@ -120,8 +122,9 @@ def changes(before: Results, after: Results) -> list[Change]:
     """
     _require_same_tokens(before, after)
     old, new = _cells(before), _cells(after)
+    runs = (before, after)
     found = [
-        _change(key, old.get(key), new.get(key), _p_value(key, before, after))
+        _change(key, (old.get(key), new.get(key)), runs)
         for key in [*old, *(key for key in new if key not in old)]
     ]
     significant = iter(_holm([each.p for each in found if each.p is not None]))
@@ -150,26 +153,29 @@ def _require_same_tokens(before: Results, after: Results) -> None:
         )
 
 
-def _change(
-    key: Key, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, p: float | None
-) -> Change:
-    before, after = (cell["obtained"] if cell else None for cell in (old, new))
-    verdicts = tuple(cell["verdict"] if cell else "absent" for cell in (old, new))
+def _change(key: Key, cells: Pair[Mapping[str, Any] | None], runs: Pair[Results]) -> Change:
+    before, after = (cell["obtained"] if cell else None for cell in cells)
+    verdicts = tuple(cell["verdict"] if cell else "absent" for cell in cells)
     other_verdict = verdicts[0] != verdicts[1]
     significant: bool | None = before != after or other_verdict
     if key[2].startswith(WITHOUT_ERROR) and not other_verdict:
         significant = None
+    p = _p_value(key, (before, after), runs)
     return Change(key, before, after, (verdicts[0], verdicts[1]), p, significant)
 
 
-def _p_value(key: Key, before: Results, after: Results) -> float | None:
+def _p_value(key: Key, obtained: Pair[Any], runs: Pair[Results]) -> float | None:
     """Return the two-sided p-value that a figure did not change; None without errors of both."""
     variant, phase, metric = key
     if metric == PAIRED:
-        texts = [_kl_by_text(results, variant, phase) for results in (before, after)]
+        texts = [_kl_by_text(results, variant, phase) for results in runs]
         if texts[0] and texts[1] and len(texts[0]) == len(texts[1]):
             return _paired_p(np.array(texts[0]), np.array(texts[1]))
-    pairs = [_figure_and_error(results, key) for results in (before, after)]
+    rows = (results["values"].get(variant, {}) for results in runs)
+    pairs = [
+        _figure_and_error(row, phase, metric, figure)
+        for row, figure in zip(rows, obtained, strict=True)
+    ]
     if None in pairs:
         return None
     (old, old_error), (new, new_error) = (pair for pair in pairs if pair)
@@ -193,22 +199,22 @@ def _paired_p(before: np.ndarray, after: np.ndarray) -> float:
     return float(stats.ttest_rel(after, before).pvalue)
 
 
-def _figure_and_error(results: Results, key: Key) -> tuple[float, float] | None:
+def _figure_and_error(
+    row: Mapping[str, Any], phase: str, metric: str, obtained: Any
+) -> tuple[float, float] | None:
     """Return a figure and its standard error; a ratio of perplexities in log space."""
-    variant, phase, metric = key
-    row, cell = results["values"].get(variant, {}), _cells(results).get(key)
-    if cell is None or not isinstance(cell["obtained"], int | float):
+    if not isinstance(obtained, int | float):
         return None
+    figure = float(obtained)
     if metric == SPEED:
-        ends = [row.get(f"{phase}/speedup_{end}_x") for end in ("lower", "upper")]
-        if None in ends:
+        lower, upper = (row.get(f"{phase}/speedup_{end}_x") for end in ("lower", "upper"))
+        if lower is None or upper is None:
             return None
-        ratio, rounds = float(cell["obtained"]), (ends[1] - ends[0]) / (2 * NORMAL_95)
-        return ratio, float(np.hypot(rounds, SPEED_DEVIATION_FRAC * ratio))
+        rounds = (upper - lower) / (2 * NORMAL_95)
+        return figure, float(np.hypot(rounds, SPEED_DEVIATION_FRAC * figure))
     error = row.get(f"{phase}/{ERRORS[metric]}") if metric in ERRORS else None
     if error is None:
         return None
-    figure = float(cell["obtained"])
     return (float(np.log(figure)) if metric == "perplexity_ratio" else figure), float(error)
 
 
@@ -227,9 +233,12 @@ def _holm(p_values: Sequence[float]) -> list[bool]:
 
 def table(before: Results, after: Results) -> Iterator[str]:
     """Yield the lines of a Markdown report of the comparison."""
+    return _table(before, after, changes(before, after))
+
+
+def _table(before: Results, after: Results, found: Sequence[Change]) -> Iterator[str]:
     yield "What the runs differ in:"
     yield from (f"- {line}" for line in differences_of_runs(before, after) or ["nothing"])
-    found = changes(before, after)
     beyond = [change for change in found if change.significant]
     compared = len(_cells(before).keys() | _cells(after).keys())
     yield ""
@@ -273,10 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     before, after = read_results(options.before), read_results(options.after)
     try:
-        lines, found = list(table(before, after)), changes(before, after)
+        found = changes(before, after)
     except MetricError as error:
         parser.error(str(error))
-    print("\n".join(lines))
+    print("\n".join(_table(before, after, found)))
     return int(any(change.significant for change in found))
 
 

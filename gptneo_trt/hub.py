@@ -15,6 +15,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
+from gptneo_trt.child_process import environment
 from gptneo_trt.errors import CheckpointError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -95,15 +96,13 @@ def _download(repo: str, revision: str, patterns: Sequence[str], repo_type: str)
     cache = constants.HF_HUB_CACHE
     job = {"repo": repo, "revision": revision, "repo_type": repo_type, "cache": str(cache)}
     arguments = json.dumps({"job": job, "patterns": list(patterns), "parent": os.getpid()})
-    root = str(Path(__file__).parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile() as said:
         worker = subprocess.Popen(
             [sys.executable, "-m", "gptneo_trt.hub_worker", arguments],
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            env=os.environ | WORKER_SETTINGS | {"PYTHONPATH": path},
+            env=environment() | WORKER_SETTINGS,
         )
         try:
             ended = _ended_before_a_stall(worker, _storage(repo, repo_type))

@@ -9,7 +9,7 @@ One quantized input, or two where one is asked for, is an error.
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,68 +42,88 @@ class Quantization:
 
 
 def quantization_of(network: Network) -> Quantization:
-    """Return which products of a network read FP8, and the scales of their activations.
+    """Return which products of a network are quantized, and with which scales.
 
     Raises:
-        BuildError: a product with one FP8 input, a Dequantize without its Quantize, or with
+        BuildError: a product with one quantized input, a Dequantize without its Quantize, or with
             another scale; a Quantize or Dequantize that is not at a product.
     """
     definition, trt = network.definition, network.backend.trt
-    all_layers = [definition.get_layer(i) for i in range(definition.num_layers)]
-    producer = {layer.get_output(0).name: layer for layer in all_layers}
-    modules: list[str] = []
-    products: list[str] = []
-    wrong: list[str] = []
-    read: set[str] = set()
-    dequantize_types: set[str] = set()
-    scales: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    layers = [definition.get_layer(i) for i in range(definition.num_layers)]
+    producer = {layer.get_output(0).name: layer for layer in layers}
+    products = {
+        layer.name: _dequantized(layer, producer)
+        for layer in layers
+        if layer.type.name == "MATRIX_MULTIPLY"
+    }
+    wrong = _strays(layers, products)
+    for name, inputs in products.items():
+        wrong += _product_mismatches(name, inputs, producer, network)
+    if wrong:
+        title = f"variant {network.variant.name}, {network.phase}"
+        raise BuildError(f"{title}: {'; '.join(sorted(wrong))}")
+    quantized = {name: inputs for name, inputs in products.items() if inputs}
+    types = {
+        source.get_output(0).dtype.name
+        for inputs in quantized.values()
+        for source in inputs.values()
+    }
+    return Quantization(
+        modules=tuple(quantized),
+        products=tuple(products),
+        dequantize_types=tuple(sorted(types)),
+        activation_scales={
+            name: float(_scales_of(inputs[0], producer, trt)[0])
+            for name, inputs in quantized.items()
+            if 0 in inputs
+        },
+        weight_scale_counts={
+            name: len(_scales_of(inputs[1], producer, trt)) for name, inputs in quantized.items()
+        },
+    )
+
+
+def _dequantized(layer: Any, producer: Mapping[str, Any]) -> dict[int, Any]:
+    """Return input -> the Dequantize that it comes from, of a product's inputs that do."""
+    sources = {i: producer.get(layer.get_input(i).name) for i in range(2)}
+    return {i: each for i, each in sources.items() if each and each.type.name == "DEQUANTIZE"}
+
+
+def _product_mismatches(
+    name: str, inputs: Mapping[int, Any], producer: Mapping[str, Any], network: Network
+) -> list[str]:
+    """Return what keeps a product from being quantized as its row says, or not at all."""
+    types, number_format = network.backend.trt.DataType, network.variant.quantized_format.upper()
+    wanted = {"FP8": types.FP8, "INT8": types.INT8}[number_format]
+    wrong = [
+        f"{name}: {source.name} does not read an {number_format} Quantize of its own scale"
+        for source in inputs.values()
+        if not _reads_quantize(source, producer, wanted)
+    ]
     sides = (0, 1) if network.variant.quantized_activations else (1,)
-    number_format = network.variant.quantized_format.upper()
-    wanted = {"FP8": trt.DataType.FP8, "INT8": trt.DataType.INT8}[number_format]
-    for layer in all_layers:
-        if layer.type.name != "MATRIX_MULTIPLY":
-            continue
-        sources = [producer.get(layer.get_input(i).name) for i in range(2)]
-        quantized = {
-            i: source
-            for i, source in enumerate(sources)
-            if source is not None and source.type.name == "DEQUANTIZE"
-        }
-        dequantized = list(quantized.values())
-        products.append(layer.name)
-        read.update(t.name for s in dequantized for t in (s.get_output(0), s.get_input(0)))
-        wrong += [
-            f"{layer.name}: {source.name} does not read an {number_format} Quantize of its own "
-            "scale"
-            for source in dequantized
-            if not _reads_quantize(source, producer, wanted)
-        ]
-        if len(quantized) == 1 and sides == (0, 1):
-            wrong.append(f"{layer.name}: one input is {number_format}, the other is not")
-        elif quantized and tuple(quantized) != sides:
-            wrong.append(
-                f"{layer.name}: its activation is {number_format}, expected its weight alone"
-            )
-        elif quantized:
-            modules.append(layer.name)
-            dequantize_types.update(source.get_output(0).dtype.name for source in dequantized)
-            counts[layer.name] = len(_scales_of(dequantized[-1], producer, trt))
-            if len(quantized) == 2:
-                scales[layer.name] = float(_scales_of(dequantized[0], producer, trt)[0])
-    wrong += [
+    if len(inputs) == 1 and sides == (0, 1):
+        wrong.append(f"{name}: one input is {number_format}, the other is not")
+    elif inputs and tuple(inputs) != sides:
+        wrong.append(f"{name}: its activation is {number_format}, expected its weight alone")
+    return wrong
+
+
+def _strays(layers: Sequence[Any], products: Mapping[str, Mapping[int, Any]]) -> list[str]:
+    """Return each Quantize and Dequantize that no product reads."""
+    read = {
+        tensor.name
+        for inputs in products.values()
+        for source in inputs.values()
+        for tensor in (source.get_output(0), source.get_input(0))
+    }
+    return [
         f"{layer.name}: quantizes, but at no product"
-        for layer in all_layers
+        for layer in layers
         if layer.type.name in ("QUANTIZE", "DEQUANTIZE") and layer.get_output(0).name not in read
     ]
-    if wrong:
-        name = f"variant {network.variant.name}, {network.phase}"
-        raise BuildError(f"{name}: {'; '.join(sorted(wrong))}")
-    types = tuple(sorted(dequantize_types))
-    return Quantization(tuple(modules), tuple(products), types, scales, counts)
 
 
-def _reads_quantize(layer: Any, producer: dict[str, Any], wanted: Any) -> bool:
+def _reads_quantize(layer: Any, producer: Mapping[str, Any], wanted: Any) -> bool:
     tensor = layer.get_input(0)
     source = producer.get(tensor.name)
     if source is None or source.type.name != "QUANTIZE" or tensor.dtype != wanted:
@@ -111,7 +131,7 @@ def _reads_quantize(layer: Any, producer: dict[str, Any], wanted: Any) -> bool:
     return bool(source.get_input(1).name == layer.get_input(1).name)  # one scale, both ways
 
 
-def _scales_of(layer: Any, producer: dict[str, Any], trt: ModuleType) -> np.ndarray:
+def _scales_of(layer: Any, producer: Mapping[str, Any], trt: ModuleType) -> np.ndarray:
     constant = producer[layer.get_input(1).name]
     constant.__class__ = trt.IConstantLayer
     return np.asarray(constant.weights).reshape(-1)

@@ -75,7 +75,7 @@ def activation_scales(variant: Variant, scales: Scales | None, num_layers: int) 
     if not variant.quantized_activations:
         return {}
     modules = variant.quantized_modules(num_layers)
-    method = calibration_method(variant)
+    method = variant.calibration_method
     known = scales.ranges(method) if scales else {}
     missing = [module for module in modules if module not in known]
     if missing:
@@ -86,13 +86,6 @@ def activation_scales(variant: Variant, scales: Scales | None, num_layers: int) 
     largest = np.float32(layers.LARGEST[variant.quantized_format])
     factor = np.float32(variant.activation_scale_factor) / largest
     return {module: float(np.float32(known[module]) * factor) for module in modules}
-
-
-def calibration_method(variant: Variant) -> str:
-    """Return the name that ranges of a row's calibration have in Scales."""
-    if variant.calibration == "mse":  # the error is that of a format
-        return f"mse-{variant.quantized_format}"
-    return variant.calibration
 
 
 def build_network(

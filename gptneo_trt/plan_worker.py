@@ -23,7 +23,7 @@ from gptneo_trt.backend import Backend, backend_named, create_config, refuse_non
 from gptneo_trt.child_process import die_with
 from gptneo_trt.data import Architecture, Checkpoint, Scales, weights_sha256
 from gptneo_trt.errors import BuildError, CheckpointError, GptNeoTrtError, RunError, StorageError
-from gptneo_trt.network import Network, build_network, calibration_method
+from gptneo_trt.network import Network, build_network
 from gptneo_trt.runtime import load
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import whole_file
@@ -95,7 +95,7 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     known = {field.name for field in fields(Variant)}
     variant = Variant(**{name: value for name, value in job["variant"].items() if name in known})
     amax = job["activation_amax"]
-    method = calibration_method(variant)
+    method = variant.calibration_method
     scales = Scales(amax, method, checkpoint.sha256, "", 0, "") if amax else None
     return build_network(backend, checkpoint, variant, scales, job["phase"], job["context"])
 

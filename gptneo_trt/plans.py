@@ -22,11 +22,11 @@ from typing import Any
 from filelock import Timeout
 
 from gptneo_trt.backend import Backend
-from gptneo_trt.child_process import ending
+from gptneo_trt.child_process import ending, environment
 from gptneo_trt.data import Checkpoint, Plan, Scales
 from gptneo_trt.errors import BuildError, CrashError, GptNeoTrtError
 from gptneo_trt.json_file import object_from_file
-from gptneo_trt.network import activation_scales, calibration_method
+from gptneo_trt.network import activation_scales
 from gptneo_trt.plan_worker import EXHAUSTED, REFUSED
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
@@ -95,7 +95,7 @@ def _sources_sha256() -> str:
 def _job(request: PlanRequest) -> dict[str, Any]:
     """Return the part of the worker's job that shapes the plan."""
     checkpoint, variant = request.checkpoint, request.variant
-    method, scales = calibration_method(variant), request.scales
+    method, scales = variant.calibration_method, request.scales
     used = activation_scales(variant, scales, checkpoint.architecture.num_layers)
     known: Mapping[str, float] = scales.ranges(method) if scales else {}
     row = {
@@ -244,15 +244,13 @@ def _run_worker(
     request: PlanRequest, command: Sequence[str], job: Mapping[str, Any], timeout_s: float
 ) -> None:
     """Run the child; turn every way in which it can end badly into an error."""
-    root = str(Path(__file__).parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     started = time.monotonic()
     worker = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment(),
         start_new_session=True,
     )
     try:

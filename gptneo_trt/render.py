@@ -94,7 +94,7 @@ def _tables(results: Results, cells: Sequence[Cell]) -> list[Table]:
 
 
 def _worst(results: Results) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Return row -> its worst tokens, of the rows that line plots show too."""
+    """Return row -> its worst tokens in prefill, of the rows that have some."""
     profiles = results.get("token_profiles", {})
     found = {row: profiles[row].get("prefill", {}).get("worst") for row in profiles}
     return {row: worst for row, worst in found.items() if worst}

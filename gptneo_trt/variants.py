@@ -100,6 +100,13 @@ class Variant:
         return self.activation_scale_factor != 1.0 or self.calibration != "max"
 
     @property
+    def calibration_method(self) -> str:
+        """Return the name that the ranges of its calibration have in ``Scales``."""
+        if self.calibration == "mse":  # the error is that of a format
+            return f"mse-{self.quantized_format}"
+        return self.calibration
+
+    @property
     def number_format(self) -> str:
         """Return the narrowest format that it multiplies: a quantized one, or its compute type."""
         quantizes = self.quantized and self.quantized_activations

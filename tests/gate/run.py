@@ -117,7 +117,6 @@ class GateRun:
         for own, others in (
             (self.values, other.values),
             (self.hashes, other.hashes),
-            (self.unresolved, other.unresolved),
             (self.profiles, other.profiles),
         ):
             for variant, row in others.items():

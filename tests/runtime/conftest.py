@@ -22,6 +22,7 @@ from gptneo_trt.targets import Gpu, Target, gpu_mismatch
 from gptneo_trt.variants import VARIANTS
 from tests.gate.measurer import CONTEXT
 from tests.gate.selection import target_of
+from tests.unit.scores import with_scores
 from tests.unit.tiny import (
     T0,
     WINDOW_MUTANTS,
@@ -29,7 +30,6 @@ from tests.unit.tiny import (
     tiny_checkpoint,
     with_architecture,
     with_divided_queries,
-    with_scores,
 )
 
 FOLDER = Path(__file__).parent

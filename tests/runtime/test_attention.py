@@ -6,7 +6,8 @@ import torch
 from gptneo_trt import decoder, metrics, reference
 from gptneo_trt.network import PHASES
 from tests.runtime.conftest import SHORT
-from tests.unit.tiny import WINDOW_MUTANTS, kl_nats, largest_score
+from tests.unit.scores import largest_score
+from tests.unit.tiny import WINDOW_MUTANTS, kl_nats
 
 pytestmark = [pytest.mark.runtime, pytest.mark.parametrize("phase", PHASES)]
 

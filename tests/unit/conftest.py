@@ -23,3 +23,14 @@ def t0():
 def bundled():
     """Return the bundled checkpoint: 6 layers, window 64, vocabulary 4096."""
     return checkpoint_from_source("bundled")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Use one thread: sums are then always split alike, and a busy machine costs little."""
+    import torch  # only here: most files need none of it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -29,7 +29,10 @@ from gptneo_trt.texts import text_set
 from gptneo_trt.variants import VARIANTS
 
 # ModelOpt 0.46 scripts functions when it is imported and used; torch 2.13 deprecates that.
-pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 ALL = VARIANTS["fp8-all"].quantized_modules(2)
 RECIPE = VARIANTS["fp8"].quantized_modules(2)
@@ -56,15 +59,6 @@ def quantizers(model):
         for name, module in model.named_modules()
         if "Quantizer" in type(module).__name__ and getattr(module, "is_enabled", False)
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Use one thread: sums are then always split alike, and a busy machine costs little."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

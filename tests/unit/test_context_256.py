@@ -15,19 +15,12 @@ from gptneo_trt.network import PHASES, build_network
 from gptneo_trt.variants import VARIANTS
 from tests.gate.last_rows import last_rows, padded
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONTEXT = 256
 TOKENS = np.random.default_rng(11).integers(0, 64, (1, CONTEXT)).astype(np.int32)
 # Mean KL of a text of 256 tokens in interpreted float16; a wrong mask or position gives over 0.01.
 NOISE_NATS = {"fp32": 1e-9, "fp16": 1e-3}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Use one thread: sums are then always split alike, and a busy machine costs little."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scores import largest_score, with_scores
 from tiny import (
     WINDOW_MUTANTS,
     fixed_scales,
     kl_nats,
-    largest_score,
     tiny_checkpoint,
     with_divided_queries,
-    with_scores,
 )
 
 from gptneo_trt import decoder, metrics, reference
@@ -23,19 +22,12 @@ from gptneo_trt.network import PHASES, build_network
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import VARIANTS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 64)).astype(np.int32)
 # Interpreted float16 is about 6e-6 nats from float32 on the first 12 tokens, 6e-5 on all 64.
 NOISE_NATS = 1e-4
 FP32_LOGITS = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Use one thread: sums are then always split alike, and a busy machine costs little."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

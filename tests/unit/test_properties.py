@@ -30,6 +30,8 @@ from gptneo_trt.variants import (
     Variant,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Type and format of a pair -> scales, from the smallest to the largest that it takes.
 TINY = float(np.finfo(np.float32).tiny)
 SCALES = {
@@ -38,15 +40,6 @@ SCALES = {
     for narrow in FORMATS
     for largest in [layers.largest_scale(narrow, wide)]
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Use one thread: sums are then always split alike, and a busy machine costs little."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

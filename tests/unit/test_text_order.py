@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -15,16 +14,9 @@ from gptneo_trt.variants import VARIANTS
 from tests.gate import measure
 from tests.gate.last_rows import last_rows, padded
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PHASE_FUNCTIONS = {"prefill": decoder.prefill, "decode": decoder.decode}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Use one thread: sums are then always split alike, and a busy machine costs little."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

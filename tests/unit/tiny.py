@@ -4,11 +4,9 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import torch
 from safetensors.numpy import save_file
 from scipy.special import log_softmax
 
-from gptneo_trt import reference
 from gptneo_trt.checkpoint import BUNDLED_FOLDER, random_checkpoint, weights_sha256
 from gptneo_trt.data import Architecture, Scales
 from gptneo_trt.variants import VARIANTS
@@ -70,33 +68,6 @@ def with_architecture(checkpoint, **changes):
     architecture = replace(checkpoint.architecture, **changes)
     sha256 = weights_sha256(architecture, checkpoint.weights)
     return replace(checkpoint, architecture=architecture, sha256=sha256)
-
-
-def largest_score(checkpoint, tokens):
-    """Return the largest |q.k| of any head, layer and pair of positions, from hooks."""
-    model = reference.torch_model(checkpoint, torch.float32)
-    found = {}
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "k_proj")):
-            module.register_forward_hook(
-                lambda module, inputs, output, name=name: found.update({name: output})
-            )
-    reference.logits(model, tokens)
-    heads = checkpoint.architecture.num_heads
-    largest = 0.0
-    for name, query in found.items():
-        if name.endswith("q_proj"):
-            key = found[name.replace("q_proj", "k_proj")]
-            split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key)]
-            largest = max(largest, float((split[0] @ split[1].transpose(-1, -2)).abs().max()))
-    return largest
-
-
-def with_scores(checkpoint, tokens, wanted):
-    """Return the checkpoint with q_proj and k_proj scaled so that |q.k| reaches ``wanted``."""
-    factor = np.float32(np.sqrt(wanted / largest_score(checkpoint, tokens)))
-    names = [name for name in checkpoint.weights if ".q_proj." in name or ".k_proj." in name]
-    return changed(checkpoint, dict.fromkeys(names, lambda weight: weight * factor))
 
 
 def with_divided_queries(checkpoint, factor):
