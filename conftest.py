@@ -24,7 +24,7 @@ from gptneo_trt.scales import constant_scales, kept_scales, scales_path
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
-from gptneo_trt.variants import FLOOR, VARIANTS, Variant
+from gptneo_trt.variants import FLOOR, VARIANTS, Variant, every_module, variant_named
 from tests.gate.cells import folder_of
 from tests.gate.measurer import CONTEXT, Measurer, Setup
 from tests.gate.selection import (
@@ -45,7 +45,7 @@ pytest_plugins = ("tests.gate.options", "tests.gate.counting")
 def variants(pytestconfig: pytest.Config) -> list[Variant]:
     """Return the selected rows that can run here: for another one nothing is done."""
     names = selected_names(pytestconfig)
-    return [VARIANTS[name] for name in names if not unsupported_here(pytestconfig, name)]
+    return [variant_named(name) for name in names if not unsupported_here(pytestconfig, name)]
 
 
 @pytest.fixture(scope="session")
@@ -145,19 +145,24 @@ def scales(
 ) -> Scales | None:
     """Return the input ranges of every projection, calibrated once and kept in the cache.
 
-    None where no selected row quantizes anything.
+    None where no selected row quantizes an activation.
     """
-    if not any(row.quantized for row in variants):
+    methods = {row.calibration_method for row in variants if row.is_calibrated}
+    if not methods:
         return None
-    modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
+    modules = every_module(checkpoint.architecture.num_layers)
     if not checkpoint.has_quality:
         return constant_scales(checkpoint, modules)
     measurer, text = request.getfixturevalue("measurer"), texts["calibration"]
-    path = scales_path(pytestconfig.getoption("--gate-cache"), checkpoint, text)
+    others = sorted(methods - {"max"})
+    path = scales_path(pytestconfig.getoption("--gate-cache"), checkpoint, text, others)
 
     def calibrated() -> Scales:
-        progress(pytestconfig, f"calibrating {len(modules)} projections with ModelOpt ")
-        return measurer.calibrate(text, modules)
+        told = (
+            f"calibrating {len(modules)} projections with ModelOpt: {', '.join(('max', *others))} "
+        )
+        progress(pytestconfig, told)
+        return measurer.calibrate(text, modules, others)
 
     return kept_scales(path, checkpoint, text, modules, calibrated)
 
@@ -169,7 +174,7 @@ def plan_request(
     """Return a function (variant, phase) -> PlanRequest."""
 
     def request(variant: Variant, phase: str) -> PlanRequest:
-        used = scales if variant.quantized else None
+        used = scales if variant.is_calibrated else None
         runs_on = gpu.identity if gpu else ""
         return PlanRequest(backend, checkpoint, variant, used, phase, CONTEXT, gpu=runs_on)
 

@@ -16,6 +16,7 @@ from gptneo_trt.data import Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
 from gptneo_trt.layers import LARGEST
 from gptneo_trt.operators import to_fp8, to_int8
+from gptneo_trt.smoothing import SMOOTHQUANT, readers, smoothed_ranges, smoothquant_factors
 
 METHOD = "max"
 E4M3 = (4, 3)
@@ -158,21 +159,7 @@ def histogram_ranges(
     """
     calib = _modelopt().calib
     histograms = {module: calib.HistogramCalibrator(num_bits=E4M3) for module in modules}
-
-    def collects(histogram: Any) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
-        return lambda _, inputs: histogram.collect(inputs[0].float())
-
-    hooks = [
-        model.get_submodule(module).register_forward_pre_hook(collects(histogram))
-        for module, histogram in histograms.items()
-    ]
-    try:
-        with torch.no_grad():
-            for ids in token_ids:
-                model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    _collect(model, histograms, token_ids)
     found: dict[str, dict[str, float]] = {}
     for method in methods:
         number_format = HISTOGRAM_METHODS[method]
@@ -184,6 +171,37 @@ def histogram_ranges(
                 amax = least_error_amax(counts, edges, number_format)
             found.setdefault(method, {})[module] = amax
     return found
+
+
+def channel_ranges(
+    model: torch.nn.Module, modules: Sequence[str], token_ids: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return module -> float32 [in], the largest value of each channel of its input."""
+    calib = _modelopt().calib
+    found = {module: calib.MaxCalibrator(8, -1, unsigned=False) for module in modules}
+    _collect(model, found, token_ids)
+    return {module: each.compute_amax().float().flatten().numpy() for module, each in found.items()}
+
+
+def _collect(
+    model: torch.nn.Module, calibrators: Mapping[str, Any], token_ids: Sequence[np.ndarray]
+) -> None:
+    """Show the inputs of modules to ModelOpt's calibrators, one forward pass a text."""
+
+    def collects(calibrator: Any) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        return lambda _, inputs: calibrator.collect(inputs[0].float())
+
+    hooks = [
+        model.get_submodule(module).register_forward_pre_hook(collects(calibrator))
+        for module, calibrator in calibrators.items()
+    ]
+    try:
+        with torch.no_grad():
+            for ids in token_ids:
+                model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def least_error_amax(counts: torch.Tensor, edges: torch.Tensor, number_format: str) -> float:
@@ -219,7 +237,8 @@ def calibrate(
         checkpoint: where the model comes from, for the record.
         text: calibration prompts.
         modules: module paths whose input ranges are wanted.
-        other_methods: of HISTOGRAM_METHODS, whose ranges are wanted beside the largest inputs.
+        other_methods: of HISTOGRAM_METHODS, whose ranges are wanted beside the largest inputs, or
+            SMOOTHQUANT, whose factors are wanted too.
 
     Raises:
         CalibrationError: no token, or a range that is missing, not finite or not positive; every
@@ -229,9 +248,16 @@ def calibrate(
         raise CalibrationError(f"{text.source}: 0 calibration tokens; nothing is written")
     calibrated = quantized_model(model, modules, text.token_ids)
     ranges = {module: _amax(calibrated, module) for module in modules}
+    known = {module: amax for module, amax in ranges.items() if amax is not None}
     other: dict[str, dict[str, float]] = {}
-    if other_methods:
-        other = histogram_ranges(model, modules, text.token_ids, other_methods)
+    smoothing: dict[str, dict[str, tuple[float, ...]]] = {}
+    histograms = [method for method in other_methods if method in HISTOGRAM_METHODS]
+    if histograms:
+        other = histogram_ranges(model, modules, text.token_ids, histograms)
+    if SMOOTHQUANT in other_methods:
+        factors, smooth = _smoothquant(model, checkpoint, text)
+        other[SMOOTHQUANT] = known | smooth
+        smoothing[SMOOTHQUANT] = {norm: tuple(each.tolist()) for norm, each in factors.items()}
     found: list[Mapping[str, float | None]] = [ranges, *other.values()]
     wrong = sorted(
         f"{module}: {amax}"
@@ -246,14 +272,25 @@ def calibrate(
             "calibrate on text that reaches them"
         )
     return Scales(
-        activation_amax={module: float(amax) for module, amax in ranges.items() if amax},
+        activation_amax=known,
         method=METHOD,
         checkpoint_sha256=checkpoint.sha256,
         text_sha256=text.sha256,
         tokens=text.tokens,
         modelopt_version=modelopt_version(),
         other_amax=other,
+        smoothing=smoothing,
     )
+
+
+def _smoothquant(
+    model: torch.nn.Module, checkpoint: Checkpoint, text: TextSet
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Return factors by LayerNorm, and the ranges that the smoothed inputs of its readers have."""
+    read = [module for modules in readers(checkpoint).values() for module in modules]
+    channels = channel_ranges(model, read, text.token_ids)
+    factors = smoothquant_factors(checkpoint, channels)
+    return factors, smoothed_ranges(checkpoint, channels, factors)
 
 
 def _amax(model: torch.nn.Module, module: str) -> float | None:

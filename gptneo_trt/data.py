@@ -133,6 +133,9 @@ class TextSet:
         }
 
 
+CONSTANT = "constant"  # method of Scales that nobody calibrated
+
+
 @dataclass(frozen=True)
 class Scales:
     """Hold the calibrated activation ranges.
@@ -140,13 +143,14 @@ class Scales:
     Attributes:
         activation_amax: module path, for example ``transformer.h.0.mlp.c_fc`` -> largest
             absolute value of its input, float32, finite and positive.
-        method: "max".
+        method: "max", or CONSTANT.
         checkpoint_sha256: of the checkpoint whose activations were seen.
         text_sha256: of the calibration text.
         tokens: calibration tokens seen.
         modelopt_version: version of nvidia-modelopt.
         notes: fallbacks taken, a line each.
         other_amax: another method, for example "percentile" or "mse-fp8" -> module path -> range.
+        smoothing: a method of ``smoothing.py`` -> path of a LayerNorm -> factor of each channel.
     """
 
     activation_amax: Mapping[str, float]
@@ -157,10 +161,16 @@ class Scales:
     modelopt_version: str
     notes: tuple[str, ...] = ()
     other_amax: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    smoothing: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
 
     def ranges(self, method: str) -> Mapping[str, float]:
-        """Return module path -> range by a method; none of a method that was not used."""
-        return self.activation_amax if method == self.method else self.other_amax.get(method, {})
+        """Return module path -> range by a method; none of a method that was not used.
+
+        Constant ranges stand for those of any method.
+        """
+        if self.method in (CONSTANT, method):
+            return self.activation_amax
+        return self.other_amax.get(method, {})
 
 
 @dataclass(frozen=True)

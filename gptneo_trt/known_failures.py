@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from gptneo_trt.backend import FLAVOURS
 from gptneo_trt.errors import BuildError, GptNeoTrtError, RunError
 from gptneo_trt.network import PHASES
-from gptneo_trt.variants import PROJECTIONS, Variant
+from gptneo_trt.variants import KINDS, Variant
 
 # Stage -> the error that a failure there is reported as.
 STAGE_ERRORS: dict[str, type[GptNeoTrtError]] = {
@@ -38,7 +38,7 @@ class KnownFailure:
         versions: PEP 440 specifier of the flavour's versions, for example ">=11.4,<11.5".
         compute_capability: PEP 440 specifier, for example "==9.0"; NO_GPU: only where there is
             no GPU; "": anywhere.
-        projections: it hits rows that quantize at least one of these; empty: every row.
+        projections: it hits rows that multiply one of these in FP8, of KINDS; empty: every row.
         phase: "prefill" or "decode"; "": both.
         stage: a key of STAGE_ERRORS.
         message: regular expression, searched in the error's text.
@@ -74,9 +74,9 @@ class KnownFailure:
             if getattr(self, field_name) not in expected:
                 obtained = getattr(self, field_name)
                 wrong.append(f"{field_name} {obtained!r}, expected one of {expected}")
-        unknown = sorted(set(self.projections) - set(PROJECTIONS))
+        unknown = sorted(set(self.projections) - set(KINDS))
         if unknown:
-            wrong.append(f"unknown projections {unknown}, expected some of {list(PROJECTIONS)}")
+            wrong.append(f"unknown projections {unknown}, expected some of {list(KINDS)}")
         for field_name in ("id", "versions", "message", "reference", "summary"):
             if not getattr(self, field_name).strip():
                 wrong.append(f"{field_name} is empty, expected a text")
@@ -117,7 +117,9 @@ class KnownFailure:
 
     def hits(self, variant: Variant, phase: str, stage: str) -> bool:
         """Return whether the row is about this variant, phase and stage."""
-        quantizes = not self.projections or bool(set(self.projections) & set(variant.quantized))
+        quantizes = not self.projections
+        if variant.number_format == "fp8":
+            quantizes = quantizes or bool(set(self.projections) & set(variant.quantized))
         return quantizes and self.phase in ("", phase) and self.stage == stage
 
 
@@ -182,7 +184,7 @@ _ROWS = (
         flavour="tensorrt_rtx",
         versions=">=1.4,<1.5",
         compute_capability=NO_GPU,
-        projections=tuple(PROJECTIONS),
+        projections=KINDS,
         phase="",
         stage="build",
         message="Error Code 1: Cuda Runtime",

@@ -26,7 +26,8 @@ from gptneo_trt.backend import Backend, create_builder, create_network, log_coll
 from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, CalibrationError
 from gptneo_trt.layers import Graph, LinearWeights
-from gptneo_trt.variants import Variant
+from gptneo_trt.smoothing import smoothed
+from gptneo_trt.variants import HEAD, Variant
 
 PHASES = ("prefill", "decode")
 
@@ -88,6 +89,11 @@ def activation_scales(variant: Variant, scales: Scales | None, num_layers: int) 
     return {module: float(np.float32(known[module]) * factor) for module in modules}
 
 
+def smoothing_factors(variant: Variant, scales: Scales | None) -> Mapping[str, tuple[float, ...]]:
+    """Return path of a LayerNorm -> factors of its channels; none of a row that smooths nothing."""
+    return scales.smoothing.get(variant.smoothing, {}) if scales else {}
+
+
 def build_network(
     backend: Backend, checkpoint: Checkpoint, variant: Variant, scales: Scales | None, phase: str,
     context: int,
@@ -115,6 +121,8 @@ def build_network(
             f"choose 1 to {architecture.max_positions}"
         )
     log = log_collector(backend.trt)
+    if variant.smoothing:
+        checkpoint = smoothed(checkpoint, smoothing_factors(variant, scales))
     linears = _linear_weights(checkpoint, variant, scales)
     try:
         builder = create_builder(backend, log)
@@ -129,19 +137,30 @@ def build_network(
     return Network(backend, builder, definition, log, variant, phase, context, arrays)
 
 
+def head_weight(architecture: Architecture) -> str:
+    """Return the name of the weight that the head multiplies with."""
+    return "transformer.wte.weight" if architecture.tied_head else f"{HEAD}.weight"
+
+
 def _linear_weights(
     checkpoint: Checkpoint, variant: Variant, scales: Scales | None
 ) -> dict[str, LinearWeights]:
-    """Return module path -> what its product needs, for every projection of every block."""
+    """Return module path -> what its product needs: every projection, and a quantized head."""
     weights, found = checkpoint.weights, {}
     layer_count = checkpoint.architecture.num_layers
     quantized = variant.quantized_modules(layer_count)
     ranges = activation_scales(variant, scales, layer_count)
-    for name in weights:
-        module = name.removesuffix(".weight")
-        if not name.startswith("transformer.h.") or weights[name].ndim != 2 or module == name:
-            continue
-        linear = LinearWeights(weights[name], weights.get(f"{module}.bias"))
+    products = {
+        module: weights[name]
+        for name in weights
+        if name.startswith("transformer.h.")
+        and weights[name].ndim == 2
+        and (module := name.removesuffix(".weight")) != name
+    }
+    if HEAD in quantized:
+        products[HEAD] = weights[head_weight(checkpoint.architecture)]
+    for module, weight in products.items():
+        linear = LinearWeights(weight, weights.get(f"{module}.bias"))
         if module in quantized:
             linear = replace(
                 linear,
@@ -261,17 +280,24 @@ def _add_gpt_neo(
     for layer in range(architecture.num_layers):
         hidden = _add_block(graph, checkpoint, linears, inputs, layer, hidden)
     hidden = _add_norm(graph, checkpoint, "transformer.ln_f", hidden)
-    if architecture.tied_head:
-        head = wte
+    if HEAD in linears:
+        product = layers.add_linear(graph, HEAD, hidden, linears[HEAD])
+        logits = layers.add_cast(graph, f"{HEAD}.logits", product, "fp32")
     else:
-        name = "lm_head.weight"
-        head = layers.add_weight(graph, name, weights[name], graph.compute_type)
-    head = _reshape(graph, "lm_head.weight.3d", head, (1, architecture.vocab_size, -1))
+        product = _add_head(graph, checkpoint, hidden, wte)
+        logits = layers.add_cast(graph, f"{HEAD}.cast", product, "fp32")
+    _mark_output(graph, "logits", logits)
+
+
+def _add_head(graph: Graph, checkpoint: Checkpoint, hidden: Any, wte: Any) -> Any:
+    """Add the product with the head as it is stored, [V, C]: a tied one is not stored again."""
+    head, name = wte, head_weight(checkpoint.architecture)
+    if not checkpoint.architecture.tied_head:
+        head = layers.add_weight(graph, name, checkpoint.weights[name], graph.compute_type)
+    head = _reshape(graph, "lm_head.weight.3d", head, (1, checkpoint.architecture.vocab_size, -1))
     operation = graph.backend.trt.MatrixOperation
     product = graph.network.add_matrix_multiply(hidden, operation.NONE, head, operation.TRANSPOSE)
-    logits = graph.named(product, "lm_head")
-    logits = layers.add_cast(graph, "lm_head.cast", logits, "fp32")
-    _mark_output(graph, "logits", logits)
+    return graph.named(product, HEAD)
 
 
 def _add_norm(graph: Graph, checkpoint: Checkpoint, name: str, hidden: Any) -> Any:

@@ -94,9 +94,11 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     )
     known = {field.name for field in fields(Variant)}
     variant = Variant(**{name: value for name, value in job["variant"].items() if name in known})
-    amax = job["activation_amax"]
-    method = variant.calibration_method
-    scales = Scales(amax, method, checkpoint.sha256, "", 0, "") if amax else None
+    amax, method = job["activation_amax"], variant.calibration_method
+    smoothing = {variant.smoothing: job["smoothing"]} if variant.smoothing else {}
+    scales = None
+    if amax:
+        scales = Scales(amax, method, checkpoint.sha256, "", 0, "", smoothing=smoothing)
     return build_network(backend, checkpoint, variant, scales, job["phase"], job["context"])
 
 

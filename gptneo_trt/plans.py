@@ -26,7 +26,7 @@ from gptneo_trt.child_process import ending, environment
 from gptneo_trt.data import Checkpoint, Plan, Scales
 from gptneo_trt.errors import BuildError, CrashError, GptNeoTrtError
 from gptneo_trt.json_file import object_from_file
-from gptneo_trt.network import activation_scales
+from gptneo_trt.network import activation_scales, smoothing_factors
 from gptneo_trt.plan_worker import EXHAUSTED, REFUSED
 from gptneo_trt.variants import Variant
 from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
@@ -34,7 +34,8 @@ from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
 MIB = 1 << 20
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "backend.py", "data.py", "layers.py", "network.py", "plan_worker.py", "variants.py",
+    "backend.py", "data.py", "layers.py", "network.py", "plan_worker.py", "smoothing.py",
+    "variants.py",
 )  # fmt: skip
 LAST_LINES = 12  # of a dead worker's output, enough to hold TensorRT's own last words
 REMEDY = "build it again"
@@ -110,6 +111,7 @@ def _job(request: PlanRequest) -> dict[str, Any]:
         "checkpoint_sha256": checkpoint.sha256,
         "variant": row,
         "activation_amax": {module: float(known[module]) for module in sorted(used)},
+        "smoothing": dict(smoothing_factors(variant, scales)),
         "phase": request.phase,
         "context": request.context,
     }

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from gptneo_trt.data import Checkpoint, Scales, TextSet
+from gptneo_trt.data import CONSTANT, Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
 from gptneo_trt.json_file import object_from_file
+from gptneo_trt.smoothing import SMOOTHQUANT, readers
 from gptneo_trt.whole_file import whole_file, writer_lock
 
 # Any positive range gives the same plan; a power of two keeps the weights' rounding visible.
@@ -20,7 +21,7 @@ CONSTANT_AMAX = 4.0
 REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
 FOLDER = Path(__file__).parent
-SOURCES = ("calibrate.py", "layers.py", "operators.py", "reference.py")
+SOURCES = ("calibrate.py", "layers.py", "operators.py", "reference.py", "smoothing.py")
 MEMBERS = {
     "activation_amax": dict,
     "method": str,
@@ -30,6 +31,7 @@ MEMBERS = {
     "modelopt_version": str,
     "notes": list,
     "other_amax": dict,
+    "smoothing": dict,
 }
 
 
@@ -41,15 +43,19 @@ def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
     activation scale into the source of the kernel that applies it, and keeps one a scale.)
     """
     amax = dict.fromkeys(modules, CONSTANT_AMAX)
-    return Scales(amax, "constant", checkpoint.sha256, "", 0, "")
+    factors = (1.0,) * checkpoint.architecture.hidden_size
+    smoothing = {SMOOTHQUANT: dict.fromkeys(readers(checkpoint), factors)}
+    return Scales(amax, CONSTANT, checkpoint.sha256, "", 0, "", smoothing=smoothing)
 
 
-def scales_path(cache: Path, checkpoint: Checkpoint, text: TextSet) -> Path:
+def scales_path(
+    cache: Path, checkpoint: Checkpoint, text: TextSet, other_methods: Sequence[str] = ()
+) -> Path:
     """Return where calibrated scales are kept: a name over all that shapes them.
 
-    Checkpoint, token ids, versions of PACKAGES and sources of SOURCES.
+    Checkpoint, token ids, methods beside max, versions of PACKAGES and sources of SOURCES.
     """
-    parts = [checkpoint.sha256, text.token_ids_sha256, *map(_version, PACKAGES)]
+    parts = [checkpoint.sha256, text.token_ids_sha256, *other_methods, *map(_version, PACKAGES)]
     for name in SOURCES:
         parts.append(hashlib.sha256((FOLDER / name).read_bytes()).hexdigest())
     return cache / "scales" / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()}.json"
@@ -90,10 +96,10 @@ def kept_scales(
 
 def write_scales(path: Path, scales: Scales) -> None:
     """Write scales as JSON, whole or not at all."""
-    other = {method: dict(ranges) for method, ranges in scales.other_amax.items()}
     content = vars(scales) | {
         "activation_amax": dict(scales.activation_amax),
-        "other_amax": other,
+        "other_amax": {method: dict(ranges) for method, ranges in scales.other_amax.items()},
+        "smoothing": {method: dict(factors) for method, factors in scales.smoothing.items()},
     }
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     with whole_file(path) as temporary:
@@ -119,9 +125,15 @@ def read_scales(
     wrong = sorted(_mismatches(content))
     if wrong:
         raise CalibrationError(f"{path}: not a scales file: {'; '.join(wrong)}; {REMEDY}")
-    other = {method: _floats(ranges) for method, ranges in content["other_amax"].items()}
-    amax, notes = _floats(content["activation_amax"]), tuple(content["notes"])
-    changed = {"activation_amax": amax, "other_amax": other, "notes": notes}
+    changed = {
+        "activation_amax": _floats(content["activation_amax"]),
+        "notes": tuple(content["notes"]),
+        "other_amax": {each: _floats(ranges) for each, ranges in content["other_amax"].items()},
+        "smoothing": {
+            method: {norm: tuple(map(float, each)) for norm, each in factors.items()}
+            for method, factors in content["smoothing"].items()
+        },
+    }
     scales = Scales(**content | changed)
     of_this = (
         scales.checkpoint_sha256 == checkpoint.sha256
@@ -153,6 +165,17 @@ def _mismatches(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: obtained {short(ranges)}, expected numbers"
     if isinstance(notes, list) and not all(isinstance(note, str) for note in notes):
         yield f"notes: obtained {short(notes)}, expected strings"
+    for method, factors in _items(content.get("smoothing")):
+        wrong = [norm for norm, each in _items(factors) if not _are_positive(each)]
+        if wrong or type(factors) is not dict:
+            yield f"smoothing/{method}: obtained {short(factors)}, expected lists above 0"
+
+
+def _are_positive(found: Any) -> bool:
+    """Return whether this is a list of finite positive numbers."""
+    return isinstance(found, list) and all(
+        type(each) in (int, float) and 0 < each < np.inf for each in found
+    )
 
 
 def _items(found: Any) -> Iterable[tuple[str, Any]]:

@@ -6,14 +6,16 @@ read it are multiplied by the same: the function stays, the ranges change. Sourc
 equation 4. Only inputs that a LayerNorm makes can be smoothed so: q, k, v and c_fc.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from gptneo_trt.data import Checkpoint, weights_sha256
+from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import CalibrationError
 
+SMOOTHQUANT = "smoothquant"
+STRENGTH = 0.5  # of the paper
 # LayerNorm of a block -> the products that read its output.
 READERS = {
     "ln_1": ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
@@ -42,41 +44,74 @@ def smoothing_factors(
     return factors
 
 
-def smoothed(
-    checkpoint: Checkpoint, channel_amax: Mapping[str, np.ndarray], strength: float
-) -> tuple[Checkpoint, dict[str, np.ndarray]]:
-    """Return the checkpoint that computes the same from smoother activations, and its ranges.
+def smoothquant_factors(
+    checkpoint: Checkpoint, channel_amax: Mapping[str, np.ndarray], strength: float = STRENGTH
+) -> dict[str, np.ndarray]:
+    """Return path of a LayerNorm -> float32 [C], the factor of each channel of its output.
 
     Args:
-        checkpoint: weights and shapes; it is not changed.
-        channel_amax: module path -> float32 [in], of the inputs of q, k, v and c_fc at least.
+        checkpoint: weights and shapes.
+        channel_amax: module path -> float32 [C], of the inputs of q, k, v and c_fc at least.
         strength: see ``smoothing_factors``.
-
-    Returns:
-        The checkpoint, and module path -> float32 [in] of its own inputs' channels.
 
     Raises:
         CalibrationError: the ranges of a product are missing, not finite, or of another width.
     """
-    weights, ranges = dict(checkpoint.weights), dict(channel_amax)
-    for layer in range(checkpoint.architecture.num_layers):
-        for norm, paths in READERS.items():
-            block = f"transformer.h.{layer}"
-            modules = [f"{block}.{path}" for path in paths]
-            _check(checkpoint, channel_amax, modules)
-            read = {module: weights[f"{module}.weight"] for module in modules}
-            amax = np.maximum.reduce([channel_amax[module] for module in modules])
-            factors = smoothing_factors(amax, read, strength)
-            for part in ("weight", "bias"):
-                name = f"{block}.{norm}.{part}"
-                weights[name] = weights[name].astype(np.float32) / factors
-            for module, weight in read.items():
-                weights[f"{module}.weight"] = weight.astype(np.float32) * factors
-                ranges[module] = channel_amax[module] / factors
-    sha256 = weights_sha256(checkpoint.architecture, weights)
-    note = f"smoothed with strength {strength:g}"
-    notes = (*checkpoint.notes, note)
-    return replace(checkpoint, weights=weights, sha256=sha256, notes=notes), ranges
+    factors = {}
+    for norm, modules in readers(checkpoint).items():
+        _check(checkpoint, channel_amax, modules)
+        read = {module: checkpoint.weights[f"{module}.weight"] for module in modules}
+        amax = np.maximum.reduce([channel_amax[module] for module in modules])
+        factors[norm] = smoothing_factors(amax, read, strength)
+    return factors
+
+
+def readers(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Return path of a LayerNorm -> the modules that read its output."""
+    return {
+        f"transformer.h.{layer}.{norm}": [f"transformer.h.{layer}.{path}" for path in paths]
+        for layer in range(checkpoint.architecture.num_layers)
+        for norm, paths in READERS.items()
+    }
+
+
+def smoothed_ranges(
+    checkpoint: Checkpoint,
+    channel_amax: Mapping[str, np.ndarray],
+    factors: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Return module path -> largest input of the smoothed checkpoint, of q, k, v and c_fc."""
+    return {
+        module: float((channel_amax[module] / factors[norm]).max())
+        for norm, modules in readers(checkpoint).items()
+        for module in modules
+    }
+
+
+def smoothed(checkpoint: Checkpoint, factors: Mapping[str, Sequence[float]]) -> Checkpoint:
+    """Return the checkpoint that computes the same from smoother activations.
+
+    Args:
+        checkpoint: weights and shapes; it is not changed.
+        factors: path of a LayerNorm -> a positive factor of each channel of its output.
+
+    Raises:
+        CalibrationError: a LayerNorm without factors, or whose factors are not C positive numbers.
+    """
+    weights, known = dict(checkpoint.weights), readers(checkpoint)
+    for norm, modules in known.items():
+        divisor = np.asarray(factors.get(norm, ()), dtype=np.float32)
+        if divisor.shape != (checkpoint.architecture.hidden_size,) or not (divisor > 0).all():
+            raise CalibrationError(
+                f"{checkpoint.name}: {norm}: obtained factors of shape {divisor.shape}, expected "
+                f"{checkpoint.architecture.hidden_size} positive numbers; calibrate again"
+            )
+        for part in ("weight", "bias"):
+            weights[f"{norm}.{part}"] = weights[f"{norm}.{part}"].astype(np.float32) / divisor
+        for module in modules:
+            weight = weights[f"{module}.weight"].astype(np.float32)
+            weights[f"{module}.weight"] = weight * divisor
+    return replace(checkpoint, weights=weights)
 
 
 def _check(

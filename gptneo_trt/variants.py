@@ -3,9 +3,14 @@
 The recipe and its names are those of the study (README, "Where it comes from"): FP8 E4M3
 Quantize/Dequantize around the matrix products of q, k, v, c_fc and c_proj, one scale a
 tensor, weights amax / 448, activations calibrated.
+
+A row that is not in the table can be described: ``fp8:quantized=c_fc+v_proj`` is the row fp8 with
+another set of projections. What is described so is explored: nothing is stored of it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
 
 from gptneo_trt.errors import VariantError
 
@@ -18,11 +23,14 @@ PROJECTIONS = {
     "c_fc": "mlp.c_fc",
     "c_proj": "mlp.c_proj",
 }
+HEAD = "lm_head"  # outside the blocks; a tied one is the embedding
+KINDS = (*PROJECTIONS, HEAD)
 RECIPE = ("q_proj", "k_proj", "v_proj", "c_fc", "c_proj")
 TYPES = ("fp32", "fp16")
 FORMATS = ("fp8", "int8")
 WEIGHT_SCALES = ("tensor", "channel")
 CALIBRATIONS = ("max", "percentile", "mse")
+SMOOTHINGS = ("", "smoothquant")
 # Field -> what it may be.
 CHOICES = {
     "compute_type": TYPES,
@@ -30,7 +38,9 @@ CHOICES = {
     "quantized_format": FORMATS,
     "weight_scales": WEIGHT_SCALES,
     "calibration": CALIBRATIONS,
+    "smoothing": SMOOTHINGS,
 }
+SETTING, VALUE, MEMBER = ":", "=", "+"  # of a row that is described
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Variant:
     Attributes:
         name: row name, test id, file name and report row.
         summary: one line for people.
-        quantized: projection kinds that are quantized; empty for a floating-point row.
+        quantized: kinds that are quantized, of KINDS; empty for a floating-point row.
         compute_type: type of weights and activations, "fp16" or "fp32".
         dequantize_type: output type of Dequantize, and so of the quantized products.
         activation_scale_factor: multiplies every calibrated activation scale.
@@ -50,10 +60,12 @@ class Variant:
         quantized_activations: False quantizes weights alone; they are multiplied in compute_type.
         calibration: how the range of an activation is found: its largest value ("max"), the
             99.99 % quantile ("percentile"), or the smallest mean squared error ("mse").
+        smoothing: how range is moved from activations into weights, see ``smoothing.py``; "" for
+            not at all.
 
     Raises:
         VariantError: an unknown or empty set of projections, an unknown type, a factor that is
-            not positive; all of them in one message.
+            not positive, settings that exclude each other; all of them in one message.
     """
 
     name: str
@@ -67,13 +79,14 @@ class Variant:
     weight_scales: str = "tensor"
     quantized_activations: bool = True
     calibration: str = "max"
+    smoothing: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantized", tuple(dict.fromkeys(self.quantized)))
         wrong = []
-        unknown = sorted(set(self.quantized) - set(PROJECTIONS))
+        unknown = sorted(set(self.quantized) - set(KINDS))
         if unknown:
-            wrong.append(f"unknown projections {unknown}, expected some of {list(PROJECTIONS)}")
+            wrong.append(f"unknown projections {unknown}, expected some of {list(KINDS)}")
         for field_name, choices in CHOICES.items():
             obtained = getattr(self, field_name)
             if obtained not in choices:
@@ -89,19 +102,25 @@ class Variant:
             if field.name not in ("name", "summary", "quantized", "compute_type")
         )
         if not self.quantized and not (plain and not _named_after_a_format(self.name)):
-            wrong.append(f"it quantizes nothing; name some of {list(PROJECTIONS)} in `quantized`")
-        if not self.quantized_activations and self._calibrates:
+            wrong.append(f"it quantizes nothing; name some of {list(KINDS)} in `quantized`")
+        scaled = self.activation_scale_factor != 1.0 or self.calibration != "max"
+        if not self.quantized_activations and (scaled or self.smoothing):
             wrong.append("its activations are not quantized, so nothing of them is calibrated")
+        if self.smoothing and self.calibration != "max":
+            wrong.append(f"{self.smoothing} has the largest values alone, not {self.calibration}")
         if wrong:
             raise VariantError(f"variant {self.name!r}: " + "; ".join(wrong))
 
     @property
-    def _calibrates(self) -> bool:
-        return self.activation_scale_factor != 1.0 or self.calibration != "max"
+    def is_calibrated(self) -> bool:
+        """Return whether it needs ranges of activations."""
+        return bool(self.quantized) and self.quantized_activations
 
     @property
     def calibration_method(self) -> str:
         """Return the name that the ranges of its calibration have in ``Scales``."""
+        if self.smoothing:
+            return self.smoothing
         if self.calibration == "mse":  # the error is that of a format
             return f"mse-{self.quantized_format}"
         return self.calibration
@@ -113,7 +132,7 @@ class Variant:
         return self.quantized_format if quantizes else self.compute_type
 
     def quantized_modules(self, num_layers: int) -> tuple[str, ...]:
-        """Return the module paths in FP8, for example ``transformer.h.0.mlp.c_fc``, in order.
+        """Return the quantized module paths, ``transformer.h.0.mlp.c_fc`` or ``lm_head``, in order.
 
         Raises:
             VariantError: the row quantizes something, but nothing of this many layers.
@@ -125,6 +144,8 @@ class Variant:
             for kind, path in PROJECTIONS.items()
             if kind in self.quantized
         )
+        if HEAD in self.quantized:
+            modules += (HEAD,)
         if self.quantized and not modules:
             raise VariantError(
                 f"variant {self.name!r}: nothing is left to quantize in {num_layers} layers with "
@@ -164,6 +185,24 @@ _ROWS = (
         "fp8-edges-fp16", "the recipe, first and last layers in fp16", RECIPE, float_edge_layers=1
     ),
     Variant(
+        "fp8-edges2-fp16", "the recipe, 2 layers at each end in fp16", RECIPE, float_edge_layers=2
+    ),
+    Variant(
+        "fp8-edges3-fp16", "the recipe, 3 layers at each end in fp16", RECIPE, float_edge_layers=3
+    ),
+    Variant(
+        "fp8-scales-x0.5",
+        "the recipe, activation scales x 0.5",
+        RECIPE,
+        activation_scale_factor=0.5,
+    ),
+    Variant(
+        "fp8-scales-x0.75",
+        "the recipe, activation scales x 0.75",
+        RECIPE,
+        activation_scale_factor=0.75,
+    ),
+    Variant(
         "fp8-scales-x1.5",
         "the recipe, activation scales x 1.5",
         RECIPE,
@@ -176,17 +215,95 @@ _ROWS = (
         "fp8-dequantize-fp32", "the recipe, Dequantize to float32", RECIPE, dequantize_type="fp32"
     ),
     Variant("fp8-all", "the recipe and out_proj", (*RECIPE, "out_proj")),
+    Variant("fp8-lm_head", "the head alone", (HEAD,)),
+    Variant("fp8-channel", "the recipe, a weight scale a channel", RECIPE, weight_scales="channel"),
+    Variant("fp8-percentile", "the recipe, 99.99 % quantiles", RECIPE, calibration="percentile"),
+    Variant("fp8-mse", "the recipe, ranges of least squared error", RECIPE, calibration="mse"),
+    Variant("fp8-smoothquant", "the recipe after SmoothQuant", RECIPE, smoothing="smoothquant"),
+    Variant(
+        "fp8-weights",
+        "the recipe's weights alone, a scale a channel",
+        RECIPE,
+        weight_scales="channel",
+        quantized_activations=False,
+    ),
+    Variant("int8", "the recipe in INT8", RECIPE, quantized_format="int8"),
+    Variant(
+        "int8-channel",
+        "the recipe in INT8, a weight scale a channel",
+        RECIPE,
+        quantized_format="int8",
+        weight_scales="channel",
+    ),
+    Variant(
+        "int8-smoothquant",
+        "the recipe in INT8 after SmoothQuant, a weight scale a channel",
+        RECIPE,
+        quantized_format="int8",
+        weight_scales="channel",
+        smoothing="smoothquant",
+    ),
+    Variant(
+        "int8-weights",
+        "the recipe's weights alone in INT8, a scale a channel",
+        RECIPE,
+        quantized_format="int8",
+        weight_scales="channel",
+        quantized_activations=False,
+    ),
 )
 VARIANTS = {row.name: row for row in _ROWS}
 FLOOR = "fp16"
 
 
+def every_module(num_layers: int) -> tuple[str, ...]:
+    """Return the path of every module that a row can quantize."""
+    return Variant("every", "everything that there is", KINDS).quantized_modules(num_layers)
+
+
+def is_explored(name: str) -> bool:
+    """Return whether a name describes a row that is not in the table."""
+    return SETTING in name
+
+
+def base_of(name: str) -> str:
+    """Return the row of the table that a name begins with."""
+    return name.partition(SETTING)[0]
+
+
+@cache
 def variant_named(name: str) -> Variant:
-    """Return the row of VARIANTS called ``name``.
+    """Return the row of VARIANTS called ``name``, or the one that it describes.
+
+    Args:
+        name: of a row, and settings: ``fp8:quantized=c_fc+v_proj:dequantize_type=fp32``.
 
     Raises:
-        VariantError: there is none; the message lists the rows.
+        VariantError: there is none; the message lists the rows. Or a setting is none of Variant's,
+            or cannot have that value.
     """
-    if name not in VARIANTS:
-        raise VariantError(f"no variant {name!r}; the rows are: {', '.join(VARIANTS)}")
-    return VARIANTS[name]
+    base, *settings = name.split(SETTING)
+    if base not in VARIANTS:
+        raise VariantError(f"no variant {base!r}; the rows are: {', '.join(VARIANTS)}")
+    row = VARIANTS[base]
+    if not settings:
+        return row
+    changes = dict(_setting(name, text) for text in settings)
+    return replace(row, name=name, summary=f"{base} with {', '.join(settings)}", **changes)
+
+
+def _setting(name: str, text: str) -> tuple[str, Any]:
+    """Return field and value of ``field=value``."""
+    field_name, _, value = text.partition(VALUE)
+    kinds = {field.name: type(field.default) for field in fields(Variant)[2:]}
+    if field_name not in kinds:
+        raise VariantError(f"variant {name!r}: setting {text!r}, expected one of {list(kinds)}")
+    kind: Any = kinds[field_name]
+    try:
+        if kind is bool:
+            return field_name, {"True": True, "False": False}[value]
+        return field_name, tuple(value.split(MEMBER)) if kind is tuple else kind(value)
+    except (KeyError, ValueError) as error:
+        raise VariantError(
+            f"variant {name!r}: setting {text!r}, expected a {kind.__name__}"
+        ) from error

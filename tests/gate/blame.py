@@ -14,7 +14,7 @@ from gptneo_trt.errors import BaselineError, GptNeoTrtError
 from gptneo_trt.network import PHASES
 from gptneo_trt.scale_verdicts import range_ratios
 from gptneo_trt.scales import ranges_from_values
-from gptneo_trt.variants import VARIANTS, Variant
+from gptneo_trt.variants import Variant, variant_named
 from tests.gate.run import BASELINE_PREFIX, GateRun, stored_baseline
 
 SHOWN = 3  # projections whose ranges changed most; more would hide the rest of the sentence
@@ -54,14 +54,14 @@ def with_changes(cell: Cell, run: GateRun, read: Callable[[Variant, str], object
     if cell.verdict == "passed" or not cell.metric.startswith(BASELINE_PREFIX):
         return cell
     try:
-        stored = stored_baseline(run, VARIANTS[cell.variant])
+        stored = stored_baseline(run, variant_named(cell.variant))
     except BaselineError:
         return cell
     phases = PHASES if cell.phase == "both" else (cell.phase,)
     for phase in phases:
         if f"{phase}/network" not in run.hashes.get(cell.variant, {}):
             with suppress(GptNeoTrtError):  # the cells of the network say what is wrong with it
-                read(VARIANTS[cell.variant], phase)
+                read(variant_named(cell.variant), phase)
     hashes, values = run.hashes.get(cell.variant, {}), run.values.get(cell.variant, {})
     current = Baseline(run.key, {"hashes": hashes}, values, {})
     return replace(cell, reason=f"{cell.reason}; {changes(stored, current, phases)}")

@@ -6,7 +6,9 @@ A test is marked ``cells`` with the phases and metrics it runs for, and with wha
     hardware=True   an engine on a GPU
     plan=True       a plan; a row that is known not to build has none
     stage="build"   it is here that a known failure of this stage shows
-    rows="floor"    the fp16 row alone; "quantized" or "exact": rows that round to FP8, or do not
+    rows="floor"    the fp16 row alone; "quantized" or "exact": rows that quantize, or do not;
+                    "calibrated": rows that quantize activations
+    limited=True    a limit of its own, which a row that is only explored has not
     text="sampled"  a text set that not every source of texts has
 """
 
@@ -23,7 +25,7 @@ from gptneo_trt.known_failures import STAGE_ERRORS
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import Target
 from gptneo_trt.text_sources import SOURCES
-from gptneo_trt.variants import FLOOR, VARIANTS, Variant
+from gptneo_trt.variants import FLOOR, Variant, is_explored, variant_named
 from gptneo_trt.verdicts import Key
 from tests.gate import limits
 from tests.gate.run import BASELINE_PREFIX
@@ -50,6 +52,7 @@ ROWS: Mapping[str, Callable[[Variant], bool]] = {
     "all": lambda variant: True,
     "floor": lambda variant: variant.name == FLOOR,
     "quantized": lambda variant: bool(variant.quantized),
+    "calibrated": lambda variant: variant.is_calibrated,
     "exact": lambda variant: not variant.quantized,
 }
 # fp16's time over its own is 1, whoever measured the other rows.
@@ -79,14 +82,15 @@ def parameters_of(config: pytest.Config, marker: pytest.Mark) -> Iterator[object
                     marks += _xfails(config, wants, name, phase)
                     marks += _ship_xfails(config, name, metric)
                     identity = f"{name}-{phase}-{metric}"
-                    yield pytest.param(VARIANTS[name], phase, metric, id=identity, marks=marks)
+                    row = variant_named(name)
+                    yield pytest.param(row, phase, metric, id=identity, marks=marks)
 
 
 def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric: str) -> bool:
     """Return whether a row owes a cell of this metric."""
-    if name not in VARIANTS:  # refused before anything is collected
+    if not ROWS[wants.get("rows", "all")](variant_named(name)):
         return False
-    if not ROWS[wants.get("rows", "all")](VARIANTS[name]):
+    if is_explored(name) and (wants.get("limited") or metric.startswith(BASELINE_PREFIX)):
         return False
     if wants.get("text", "prose") not in SOURCES[text_source_of(config)]:
         return False
@@ -128,12 +132,15 @@ def _xfails(
 
 
 def _ship_xfails(config: pytest.Config, name: str, metric: str) -> list[pytest.MarkDecorator]:
-    """Return the strict xfail of a studied row's ship decision."""
+    """Return the xfail of a ship decision: strict of a studied row, either way of an explored."""
     decision = limits.DECISIONS.get(model_of(config), {}).get(name)
-    if metric != "ship" or decision != limits.STUDIED:
+    if metric != "ship" or (decision != limits.STUDIED and not is_explored(name)):
         return []
-    reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
-    return [pytest.mark.xfail(strict=True, raises=OutsideShipLimitsError, reason=reason)]
+    reason, strict = "explored: misses the ship limits", False
+    if not is_explored(name):
+        reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
+        strict = True
+    return [pytest.mark.xfail(strict=strict, raises=OutsideShipLimitsError, reason=reason)]
 
 
 def baseline_folder(target: Target, backend_target: str, model: str, sha256: str = "") -> Path:

@@ -76,7 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         key = _key(item)
-        return -1 if key is None else order.index(key[0])
+        if key is None:
+            return -1
+        return order.index(key[0]) if key[0] in order else len(order)  # explored rows last
 
     items.sort(key=place)
 
@@ -183,9 +185,11 @@ def calibrated(
     """
 
     def get(variant: Variant) -> dict[str, float]:
-        modules = variant.quantized_modules(checkpoint.architecture.num_layers)
-        ranges = {module: scales.activation_amax[module] for module in modules}
-        if ranges:
+        ranges: dict[str, float] = {}
+        if variant.is_calibrated:
+            known = scales.ranges(variant.calibration_method)
+            modules = variant.quantized_modules(checkpoint.architecture.num_layers)
+            ranges = {module: known[module] for module in modules}
             gate_run.add_hash(variant.name, "scales", ranges_sha256(ranges))
         if checkpoint.has_quality:
             gate_run.add_ranges(variant.name, ranges)

@@ -156,13 +156,15 @@ class Pipeline:
         if self.checkpoint.has_quality:
             _ = self.references
 
-    def calibrate(self, text: TextSet, modules: Sequence[str]) -> Scales:
+    def calibrate(
+        self, text: TextSet, modules: Sequence[str], other_methods: Sequence[str] = ()
+    ) -> Scales:
         """Return the calibrated ranges of these modules; the model is made for this alone."""
         # Only a cold run calibrates; importing transformers takes seconds.
         from gptneo_trt import calibrate, reference
 
         model = reference.torch_model(self.checkpoint, torch.bfloat16)
-        return calibrate.calibrate(model, self.checkpoint, text, modules)
+        return calibrate.calibrate(model, self.checkpoint, text, modules, other_methods)
 
     def measure(
         self, variant: Variant, scales: Scales | None

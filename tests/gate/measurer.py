@@ -93,8 +93,8 @@ def _measure_again(variant: Variant, scales: Scales | None) -> dict[str, Outcome
     return _pipeline.second_roll.measure(variant, scales)
 
 
-def _calibrate(text: TextSet, modules: Sequence[str]) -> Scales:
-    return _pipeline.calibrate(text, modules)
+def _calibrate(text: TextSet, modules: Sequence[str], others: Sequence[str]) -> Scales:
+    return _pipeline.calibrate(text, modules, others)
 
 
 def _serve(connection: Connection, parent: int) -> None:
@@ -222,9 +222,11 @@ class Measurer:
             _fulfil(future, partial(function, *arguments))
         return future
 
-    def calibrate(self, text: TextSet, modules: Sequence[str]) -> Scales:
-        """Return the calibrated scales of these modules."""
-        return self._run("calibration", _calibrate, text, modules).result()
+    def calibrate(
+        self, text: TextSet, modules: Sequence[str], other_methods: Sequence[str] = ()
+    ) -> Scales:
+        """Return the calibrated scales of these modules, by other methods too."""
+        return self._run("calibration", _calibrate, text, modules, other_methods).result()
 
     def submit(self, variant: Variant, scales: Scales | None) -> None:
         """Queue a row unless it is queued."""

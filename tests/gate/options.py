@@ -7,8 +7,8 @@ import pytest
 
 from gptneo_trt.backend import FLAVOURS
 from gptneo_trt.errors import RunError
-from gptneo_trt.variants import VARIANTS
-from tests.gate.selection import selected_names, target_of
+from gptneo_trt.variants import TYPES
+from tests.gate.selection import refused_names, target_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "(build, plan size and speed only); default: the target's",
     )
     group.addoption(
-        "--variants", default="", help="rows to run, comma separated; default: the model's"
+        "--variants",
+        default="",
+        help='rows to run, comma separated; "all" for the whole matrix; a row can be described, '
+        '"fp8:quantized=c_fc+v_proj"; default: the study\'s rows',
+    )
+    group.addoption(
+        "--dequantize",
+        choices=TYPES,
+        default="fp16",
+        help="fp32: run every selected row that quantizes with its Dequantize to float32",
     )
     group.addoption(
         "--tensorrt",
@@ -88,11 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "is the natural order; leave one of the two options out"
         )
     _configure_xdist(config)
-    unknown = sorted(set(selected_names(config)) - set(VARIANTS))
-    if unknown:
-        raise pytest.UsageError(
-            f"--variants: unknown rows {unknown}; the rows are: {', '.join(VARIANTS)}"
-        )
+    wrong = refused_names(config)
+    if wrong:
+        raise pytest.UsageError(f"--variants: {'; '.join(wrong)}")
 
 
 def _configure_xdist(config: pytest.Config) -> None:

@@ -1,11 +1,12 @@
 """What a run is about: its target, its rows, and which of their failures are known."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gptneo_trt.backend import Backend, backend_named
-from gptneo_trt.errors import BuildError
+from gptneo_trt.errors import BuildError, VariantError
 from gptneo_trt.known_failures import (
     KNOWN_FAILURES,
     KnownFailure,
@@ -19,8 +20,11 @@ from gptneo_trt.targets import (
     gpu_at_hand,
     target_of_expression,
 )
-from gptneo_trt.variants import FLOOR, VARIANTS
-from tests.gate.limits import rows_of
+from gptneo_trt.variants import FLOOR, VARIANTS, base_of, is_explored, variant_named
+from tests.gate.limits import all_rows_of, rows_of
+
+ALL = "all"  # of the rows of a model, with those of the matrix
+FP32_DEQUANTIZE = "dequantize_type=fp32"
 
 _GPU = pytest.StashKey[Gpu | None]()
 _BACKEND = pytest.StashKey[Backend | None]()
@@ -61,19 +65,59 @@ def backend_of(config: pytest.Config) -> Backend | None:
 
 
 def selected_names(config: pytest.Config) -> list[str]:
-    """Return the rows to run, in the order of VARIANTS.
+    """Return the rows to run, in the order of VARIANTS; those that are described come last.
 
     The floor is judged whenever another row quantizes something: FP8 hides faults of the graph
     that fp16 shows, such as a local window one too narrow. It is stored only where it is named.
     """
-    asked = [name.strip() for name in config.getoption("--variants").split(",") if name.strip()]
-    asked = asked or list(rows_of(config.getoption("--model")))
-    quantized = any(name in VARIANTS and VARIANTS[name].quantized for name in asked)
+    asked = _asked(config)
+    quantized = any(_quantizes(name) for name in asked)
     if quantized and not config.getoption("--update-baselines"):
         asked.append(FLOOR)
     return [name for name in VARIANTS if name in asked] + [
-        name for name in asked if name not in VARIANTS
+        name for name in dict.fromkeys(asked) if name not in VARIANTS
     ]
+
+
+def _asked(config: pytest.Config) -> list[str]:
+    """Return what --variants and --dequantize ask for."""
+    model, asked = config.getoption("--model"), []
+    for name in config.getoption("--variants").split(","):
+        asked += all_rows_of(model) if name.strip() == ALL else [name.strip()]
+    asked = [name for name in asked if name] or list(rows_of(model))
+    if config.getoption("--dequantize") == "fp32":
+        return [_with_fp32_dequantize(name) for name in asked]
+    return asked
+
+
+def _with_fp32_dequantize(name: str) -> str:
+    """Return the row as it is with its Dequantize to float32, where it has one to another type."""
+    has_one = _quantizes(name) and variant_named(name).dequantize_type != "fp32"
+    return f"{name}:{FP32_DEQUANTIZE}" if has_one else name
+
+
+def _quantizes(name: str) -> bool:
+    """Return whether a row quantizes anything; one that there is not does not."""
+    with suppress(VariantError):
+        return bool(variant_named(name).quantized)
+    return False
+
+
+def refused_names(config: pytest.Config) -> list[str]:
+    """Return a line a selected row that there is not, or that is to be stored and cannot be."""
+    selected, wrong = selected_names(config), []
+    unknown = sorted(name for name in selected if base_of(name) not in VARIANTS)
+    if unknown:
+        wrong.append(f"unknown rows {unknown}; the rows are: {', '.join(VARIANTS)}")
+    explored = [name for name in selected if is_explored(name) and name not in unknown]
+    for name in explored:
+        try:
+            variant_named(name)
+        except VariantError as error:
+            wrong.append(str(error))
+    if explored and config.getoption("--update-baselines"):
+        wrong.append(f"{explored} are no rows of the table, so nothing is stored of them")
+    return wrong
 
 
 def unsupported_here(config: pytest.Config, variant: str) -> str | None:
@@ -81,7 +125,7 @@ def unsupported_here(config: pytest.Config, variant: str) -> str | None:
     gpu = gpu_of(config) if target_of(config).needs_gpu else None
     if gpu is None:
         return None
-    why = format_mismatch(VARIANTS[variant].number_format, gpu.compute_capability)
+    why = format_mismatch(variant_named(variant).number_format, gpu.compute_capability)
     return why and f"{variant}: {why} ({gpu.name})"
 
 
@@ -102,7 +146,7 @@ def known_failure_of(
         return None
     capability = _compute_capability(config)
     return known_failure(
-        backend.flavour, backend.version, capability, VARIANTS[variant], phase, stage
+        backend.flavour, backend.version, capability, variant_named(variant), phase, stage
     )
 
 

@@ -51,7 +51,7 @@ def test_plan_size_is_the_stored_one(variant, phase, metric, planned, judge, sto
 def test_exactly_the_intended_projections_are_quantized(
     variant, phase, metric, built_network, checkpoint, scales, judge
 ):
-    """Read back from TensorRT, FP8 products are where the row says, with the calibrated scales."""
+    """Read back from TensorRT, what the row says is quantized, with the calibrated scales."""
     found = quantization_of(built_network(variant, phase))
     expected = variant.quantized_modules(checkpoint.architecture.num_layers)
     missing = sorted(set(expected) - set(found.modules))
@@ -73,7 +73,7 @@ def test_exactly_the_intended_projections_are_quantized(
 
 
 @pytest.mark.cells(
-    phases=("both",), metrics=("regression/activation_amax",), rows="quantized", quality=True
+    phases=("both",), metrics=("regression/activation_amax",), rows="calibrated", quality=True
 )
 def test_calibrated_ranges_are_the_stored_ones(
     variant, phase, metric, calibrated, judge, stored, comparing

@@ -73,13 +73,13 @@ def _judge_limit(variant, phase, metric, measured, judge, checkpoint, target):
     judge(judge_limit(variant.name, phase, metric, value, bound, error))
 
 
-@pytest.mark.cells(phases=PHASES, metrics=LIMITED, quality=True)
+@pytest.mark.cells(phases=PHASES, metrics=LIMITED, quality=True, limited=True)
 def test_loss_is_within_the_limits(variant, phase, metric, measured, judge, checkpoint, target):
     """What a row loses against Hugging Face's model is at most what limits.py allows."""
     _judge_limit(variant, phase, metric, measured, judge, checkpoint, target)
 
 
-@pytest.mark.cells(phases=("prefill",), metrics=NEXT_TOKEN, quality=True)
+@pytest.mark.cells(phases=("prefill",), metrics=NEXT_TOKEN, quality=True, limited=True)
 def test_next_token_is_within_the_limits(
     variant, phase, metric, measured, judge, checkpoint, target
 ):

@@ -23,7 +23,7 @@ from gptneo_trt.data import Measurement, Scales, TextSet
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.targets import TARGETS, Gpu, Target
 from gptneo_trt.text_sources import SOURCES
-from gptneo_trt.variants import VARIANTS, Variant
+from gptneo_trt.variants import VARIANTS, Variant, every_module
 from tests.gate import test_build, test_quality
 from tests.gate.cells import folder_of
 from tests.gate.measure import Pipeline
@@ -107,7 +107,7 @@ class Bench:
 
     @property
     def _modules(self) -> tuple[str, ...]:
-        return VARIANTS["fp8-all"].quantized_modules(self.checkpoint.architecture.num_layers)
+        return every_module(self.checkpoint.architecture.num_layers)
 
     @cached_property
     def _scales_file(self) -> tuple[Path, TextSet]:

@@ -152,6 +152,7 @@ class Options:
             "model": target.model,
             "tensorrt": target.flavour,
             "variants": "",
+            "dequantize": "fp16",
             "summation_order": 0,
             "update_baselines": False,
         } | given
@@ -365,7 +366,7 @@ class Interpreters:
     def __exit__(self, *error):
         """End nothing."""
 
-    def calibrate(self, text, modules):
+    def calibrate(self, text, modules, other_methods=()):
         """Return one range for all projections."""
         amax = dict.fromkeys(modules, AMAX * self.stages.seeds.get("ranges", 1.0))
         sha256 = self.stages.key["checkpoint_sha256"]

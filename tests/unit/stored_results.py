@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -22,13 +23,11 @@ def stored_results():
     decisions = limits.DECISIONS["bundled"]
     found.setdefault("rows", {})
     for name, row in VARIANTS.items():
-        factor = {"activation_scale_factor": row.activation_scale_factor}
-        settings = {"quantized": list(row.quantized), "dequantize_type": row.dequantize_type}
-        settings |= {"float_edge_layers": row.float_edge_layers, "compute": row.compute_type}
+        settings = asdict(row)
         found["rows"][name] = {
-            "summary": row.summary,
-            "decision": decisions.get(name, ""),
-            "settings": settings | factor,
+            "summary": settings.pop("summary"),
+            "decision": decisions.get(settings.pop("name"), ""),
+            "settings": settings,
         }
     found["ship_limits"] = {"floor_ratio_x": {"direction": "at most", "value": 2.0}}
     return found

@@ -23,8 +23,9 @@ from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.layers import LARGEST
 from gptneo_trt.network import build_network
 from gptneo_trt.operators import to_fp8, to_int8
+from gptneo_trt.smoothing import SMOOTHQUANT, smoothed
 from gptneo_trt.texts import text_set
-from gptneo_trt.variants import RECIPE, VARIANTS, Variant
+from gptneo_trt.variants import RECIPE, VARIANTS, Variant, every_module
 
 # ModelOpt 0.46 scripts functions when it is imported and used; torch 2.13 deprecates that.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")
@@ -38,6 +39,8 @@ ROWS = {
     "int8": replace(RECIPE_ROW, quantized_format="int8"),
     "int8, per channel": replace(RECIPE_ROW, quantized_format="int8", weight_scales="channel"),
     "int8, mse": replace(RECIPE_ROW, quantized_format="int8", calibration="mse"),
+    "int8, smoothquant": VARIANTS["int8-smoothquant"],
+    "fp8, head": VARIANTS["fp8-lm_head"],
 }
 WEIGHT_ONLY = {
     "fp8": Variant("fp8-weights", "", RECIPE, quantized_activations=False),
@@ -61,28 +64,32 @@ def bundled():
     text = replace(text, token_ids=text.token_ids[:CALIBRATION_TEXTS])
     tokens = np.stack(text_set("prose", "bundled", *sizes).token_ids[:WINDOWS])
     model = reference.torch_model(checkpoint, torch.float32)
-    modules = RECIPE_ROW.quantized_modules(checkpoint.architecture.num_layers)
+    layers = checkpoint.architecture.num_layers
+    modules = every_module(layers)
     return SimpleNamespace(
         checkpoint=checkpoint,
         text=text,
         tokens=tokens,
         model=model,
-        modules=modules,
+        modules=RECIPE_ROW.quantized_modules(layers),
         expected=reference.logits(model, tokens),
-        scales=calibrate(model, checkpoint, text, modules, tuple(HISTOGRAM_METHODS)),
+        scales=calibrate(model, checkpoint, text, modules, (*HISTOGRAM_METHODS, SMOOTHQUANT)),
     )
 
 
 def simulated(bundled, row):
     """Return the logits of ModelOpt's simulation of a row."""
-    axis = 0 if row.weight_scales == "channel" else None
-    quantized = quantized_model(
-        bundled.model, bundled.modules, bundled.text.token_ids, row.quantized_format, axis
-    )
+    axis, model = 0 if row.weight_scales == "channel" else None, bundled.model
+    if row.smoothing:  # calibrated anew: its ranges are not those that are computed
+        smooth = smoothed(bundled.checkpoint, bundled.scales.smoothing[row.smoothing])
+        model = reference.torch_model(smooth, torch.float32)
+    modules = row.quantized_modules(bundled.checkpoint.architecture.num_layers)
+    quantized = quantized_model(model, modules, bundled.text.token_ids, row.quantized_format, axis)
     if row.calibration != "max":
-        method = "percentile" if row.calibration == "percentile" else f"mse-{row.quantized_format}"
-        for module, amax in bundled.scales.ranges(method).items():
-            quantized.get_submodule(module).input_quantizer.amax = torch.tensor(amax)
+        ranges = bundled.scales.ranges(row.calibration_method)
+        for module in modules:
+            amax = torch.tensor(ranges[module])
+            quantized.get_submodule(module).input_quantizer.amax = amax
     with torch.inference_mode():
         ids = torch.from_numpy(bundled.tokens.astype(np.int64))
         return quantized(ids, use_cache=False).logits.numpy()
@@ -112,6 +119,7 @@ def test_rows_differ_by_more_than_that(backend, bundled):
     assert losses["int8"] < 0.67 * losses["recipe"]
     assert losses["fp8"] < 0.67 * losses["recipe"]  # weights alone
     assert losses["int8, per channel"] != pytest.approx(losses["int8"], rel=0.01)
+    assert losses["int8, smoothquant"] < 0.95 * losses["int8, per channel"]
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)

@@ -27,6 +27,8 @@ MARKS = [
     for mark in test.pytestmark
     if mark.name == "cells"
 ]
+DEFAULT = tuple(name for name in VARIANTS if name not in limits.MATRIX)
+MINE, FP32 = "fp8:quantized=c_fc+v_proj", "dequantize_type=fp32"  # a row that is described
 KNOWN_BUILD = "Error Code 4: element types of two inputs differ: FP8 and Half"
 KNOWN_LOAD = "this version does not support this compute capability"
 BOTH = set(PHASES)
@@ -83,18 +85,21 @@ def xfails(owed):
 @pytest.mark.parametrize(
     ("target", "options", "rows"),
     [
-        ("cpu", {}, tuple(VARIANTS)),
-        ("h200", {}, tuple(VARIANTS)),
+        ("cpu", {}, DEFAULT),
+        ("h200", {}, DEFAULT),
         ("b200", {}, ("fp16", "fp8", "fp8-out_proj")),
         ("b300", {}, ("fp16", "fp8", "fp8-out_proj")),
-        ("b200", {"model": "bundled"}, tuple(VARIANTS)),
+        ("b200", {"model": "bundled"}, DEFAULT),
         ("cpu", {"model": STUDY_CHECKPOINT}, ("fp16", "fp8", "fp8-out_proj")),
-        ("h200", {"model": "/models/mine"}, tuple(VARIANTS)),
+        ("h200", {"model": "/models/mine"}, DEFAULT),
         ("h200", {"variants": "fp8, fp16"}, ("fp16", "fp8")),
         ("h200", {"variants": "fp8"}, ("fp16", "fp8")),
         ("cpu", {"variants": "fp8", "update_baselines": True}, ("fp8",)),
         ("cpu", {"variants": "fp32"}, ("fp32",)),
         ("h200", {"variants": "fp99,fp8"}, ("fp16", "fp8", "fp99")),
+        ("cpu", {"variants": f"{MINE},fp32"}, ("fp32", "fp16", MINE)),
+        ("cpu", {"variants": "fp16,fp8", "dequantize": "fp32"}, ("fp16", f"fp8:{FP32}")),
+        ("cpu", {"variants": MINE, "dequantize": "fp32"}, ("fp16", f"{MINE}:{FP32}")),
     ],
 )
 def test_rows_of_a_run(target, options, rows):
@@ -109,9 +114,36 @@ def test_rows_of_random_weights_are_the_study_s():
     assert set(found) == set(limits.STUDY_ROWS)
 
 
-def test_an_unknown_row_owes_nothing(run):
-    """It is refused before anything is collected, not by a KeyError of the collection."""
-    assert asked(run("h200", gpu=H200, variants="fp99")) == {}
+@pytest.mark.parametrize("model", ["bundled", "random:gpt-neo-1.3B"])
+def test_all_rows_are_those_of_the_matrix_too(model):
+    """``--variants all`` leaves out none but those that the checkpoint has too few layers for."""
+    found = selection.selected_names(Options("cpu", model=model, variants="all"))
+
+    default = selection.selected_names(Options("cpu", model=model))
+    too_shallow = {"fp8-edges3-fp16"} if model == "bundled" else set()
+    assert set(found) - set(default) == set(limits.MATRIX) - too_shallow
+
+
+def test_a_described_row_owes_what_needs_neither_limit_nor_baseline(run):
+    """It is built, checked, measured and held against the ship limits, whichever way it goes."""
+    owed = asked(run("cpu", variants=MINE))
+
+    found = of_row(owed, MINE)
+    assert found == {
+        **dict.fromkeys(("build", "plan_mib", "quantized_projections", "non_finite"), BOTH),
+        "agreement/kl_mean_nats": {"decode"},
+        "ship": {"both"},
+    }
+    (ship,) = (mark for mark in owed[MINE, "both", "ship"].marks if mark.name == "xfail")
+    assert ship.kwargs["strict"] is False
+
+
+@pytest.mark.parametrize(("name", "wants"), [("fp8-weights", False), ("int8", True)])
+def test_only_quantized_activations_have_ranges_to_compare(run, name, wants):
+    """Nothing is calibrated for a row that quantizes weights alone."""
+    owed = of_row(asked(run("cpu", variants=name)), name)
+
+    assert ("regression/activation_amax" in owed) == wants
 
 
 # Cells of a row

@@ -17,13 +17,13 @@ from gptneo_trt.network import PHASES, activation_scales, build_network
 from gptneo_trt.variants import PROJECTIONS, VARIANTS
 
 ROOT = Path(__file__).parents[2]
-LAYERS = 3  # one more than both edges, so that every row quantizes something
+LAYERS = 7  # one more than both edges, so that every row quantizes something
 
 
 @pytest.fixture(scope="module")
 def checkpoint(t0):
-    """Return T0 with a third layer."""
-    names = ("global", "local", "global")
+    """Return T0 with more layers."""
+    names = ("global", "local") * 3 + ("global",)
     return tiny_checkpoint(replace(t0.architecture, attention_layers=names))
 
 

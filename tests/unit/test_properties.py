@@ -20,14 +20,19 @@ from gptneo_trt.layers import Graph
 from gptneo_trt.network import PHASES, Network, activation_scales, build_network
 from gptneo_trt.operators import to_fp8, to_int8
 from gptneo_trt.scales import read_scales, write_scales
+from gptneo_trt.smoothing import SMOOTHQUANT, readers, smoothed
 from gptneo_trt.variants import (
     CALIBRATIONS,
     FORMATS,
+    HEAD,
+    KINDS,
     PROJECTIONS,
+    SMOOTHINGS,
     TYPES,
     VARIANTS,
     WEIGHT_SCALES,
     Variant,
+    every_module,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,9 +49,9 @@ SCALES = {
 
 @pytest.fixture(scope="module")
 def deep():
-    """Return T0 with three layers: one is left when both edges stay in floating point."""
+    """Return T0 with seven layers: one is left when three at each end stay in floating point."""
     architecture = tiny_checkpoint().architecture
-    names = ("global", "local", "global")
+    names = ("global", "local") * 3 + ("global",)
     return tiny_checkpoint(replace(architecture, attention_layers=names))
 
 
@@ -56,7 +61,7 @@ def deep():
 @st.composite
 def rows(draw):
     """Draw a row that VARIANTS could have."""
-    quantized = tuple(draw(st.lists(st.sampled_from(list(PROJECTIONS)), max_size=8)))
+    quantized = tuple(draw(st.lists(st.sampled_from(KINDS), max_size=8)))
     settings = {"compute_type": draw(st.sampled_from(TYPES))}
     if quantized:
         settings |= {
@@ -69,6 +74,8 @@ def rows(draw):
     if settings.get("quantized_activations"):
         settings["activation_scale_factor"] = draw(st.floats(0.125, 8))
         settings["calibration"] = draw(st.sampled_from(CALIBRATIONS))
+        if settings["calibration"] == "max":
+            settings["smoothing"] = draw(st.sampled_from(SMOOTHINGS))
     return Variant("drawn", "", quantized, **settings)
 
 
@@ -89,8 +96,11 @@ def assert_quantizes_what_it_says(backend, checkpoint, row, phase):
     assert quantized_types(network) == ({row.quantized_format.upper()} if modules else set())
     found = constants(network, ".weight.scale")
     assert set(found) == {f"{module}.weight.scale" for module in modules}
+    if row.smoothing:
+        checkpoint = smoothed(checkpoint, scales.smoothing[row.smoothing])
     for module in modules:
-        weight = checkpoint.weights[f"{module}.weight"]
+        name = "transformer.wte" if module == HEAD else module  # T0's head is tied
+        weight = checkpoint.weights[f"{name}.weight"]
         expected = weight_scales(module, weight, row)
         np.testing.assert_array_equal(found[f"{module}.weight.scale"], expected)
 
@@ -104,13 +114,18 @@ def weight_scales(module, weight, row):
 
 def drawn_scales(checkpoint):
     """Return other ranges for every projection and method: none can stand in for another."""
-    modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
-    methods = ("max", "percentile", *(f"mse-{each}" for each in FORMATS))
+    modules = every_module(checkpoint.architecture.num_layers)
+    methods = ("max", "percentile", *(f"mse-{each}" for each in FORMATS), SMOOTHQUANT)
     ranges = {
         method: {module: index + 0.1 * number for index, module in enumerate(modules, 1)}
         for number, method in enumerate(methods)
     }
-    return Scales(ranges.pop("max"), "max", checkpoint.sha256, "", 1, "", (), ranges)
+    factors = {
+        norm: tuple(0.5 + np.arange(checkpoint.architecture.hidden_size) % (3 + index))
+        for index, norm in enumerate(readers(checkpoint))
+    }
+    smoothing = {SMOOTHQUANT: factors}
+    return Scales(ranges.pop("max"), "max", checkpoint.sha256, "", 1, "", (), ranges, smoothing)
 
 
 def all_layers(network):

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_checkpoint
 
 from gptneo_trt.data import Scales
 from gptneo_trt.errors import CalibrationError, StorageError
+from gptneo_trt.network import activation_scales, smoothing_factors
 from gptneo_trt.scales import (
+    constant_scales,
     ranges_from_values,
     ranges_sha256,
     read_scales,
@@ -20,6 +23,8 @@ from gptneo_trt.scales import (
     values_from_ranges,
     write_scales,
 )
+from gptneo_trt.smoothing import smoothed
+from gptneo_trt.variants import VARIANTS, every_module
 
 MODULES = ("transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc")
 SAMPLE = Scales(
@@ -65,7 +70,8 @@ def test_round_trip(path):
 def test_any_positive_range_survives_a_round_trip(tmp_path_factory, amax):
     """Every float32 range comes back to the bit."""
     path = tmp_path_factory.mktemp("scales") / "any.json"
-    scales = replace(SAMPLE, activation_amax=amax, other_amax={"mse-fp8": amax})
+    factors = {"smoothquant": {name: (value, 1.0) for name, value in amax.items()}}
+    scales = replace(SAMPLE, activation_amax=amax, other_amax={"mse-fp8": amax}, smoothing=factors)
     write_scales(path, scales)
 
     assert read_scales(path, CHECKPOINT, TEXT, tuple(amax)) == scales
@@ -106,6 +112,31 @@ def test_scales_of_something_else_mean_calibrate(path, checkpoint, text, modules
 def test_order_of_modules_does_not_matter(path):
     """The set of projections is what must be equal."""
     assert read_scales(path, CHECKPOINT, TEXT, MODULES[::-1]) == SAMPLE
+
+
+@pytest.mark.parametrize("name", [name for name, row in VARIANTS.items() if row.is_calibrated])
+def test_constant_ranges_serve_every_row(name):
+    """Random weights have nothing to calibrate, whatever a row's calibration is called."""
+    checkpoint, row = tiny_checkpoint(), VARIANTS[name]
+    scales = constant_scales(checkpoint, every_module(8))
+
+    obtained = activation_scales(row, scales, 8)
+
+    assert set(obtained) == set(row.quantized_modules(8))
+    if row.smoothing:
+        same = smoothed(checkpoint, smoothing_factors(row, scales)).weights
+        assert all(np.array_equal(same[name], checkpoint.weights[name]) for name in same)
+
+
+@pytest.mark.parametrize("factor", [0, -1, "x", None, float("inf")])
+def test_factors_that_are_none_are_named(path, factor):
+    """A factor that would zero or flip a channel is no factor."""
+    content = json.loads(path.read_text())
+    content["smoothing"] = {"smoothquant": {"transformer.h.0.ln_1": [1.0, factor]}}
+    path.write_text(json.dumps(content))
+
+    with pytest.raises(CalibrationError, match=r"smoothing/smoothquant: obtained|Infinity"):
+        read_scales(path, CHECKPOINT, TEXT, MODULES)
 
 
 @pytest.mark.parametrize(

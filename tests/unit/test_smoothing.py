@@ -7,10 +7,17 @@ from tiny import changed, tiny_checkpoint
 
 from gptneo_trt import reference
 from gptneo_trt.errors import CalibrationError
-from gptneo_trt.smoothing import READERS, smoothed, smoothing_factors
+from gptneo_trt.smoothing import (
+    READERS,
+    smoothed,
+    smoothed_ranges,
+    smoothing_factors,
+    smoothquant_factors,
+)
 
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 32)).astype(np.int32)
 LAYERS = range(2)
+C_FC = "transformer.h.1.mlp.c_fc"
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +55,37 @@ def test_function_is_unchanged(outliers, strength):
     """Hugging Face's float32 logits of the smoothed checkpoint are those of the original."""
     ranges, expected = channel_amax(outliers)
 
-    smooth, _ = smoothed(outliers, ranges, strength)
+    smooth = smoothed(outliers, smoothquant_factors(outliers, ranges, strength))
 
     _, obtained = channel_amax(smooth)
     np.testing.assert_allclose(obtained, expected, atol=2e-4 * np.abs(expected).max(), rtol=0)
-    assert smooth.sha256 != outliers.sha256
+    weights = f"{C_FC}.weight"
+    assert not np.array_equal(smooth.weights[weights], outliers.weights[weights])
 
 
 def test_returned_ranges_are_those_of_the_smoothed_checkpoint(outliers):
     """Nothing has to be calibrated again: what the hooks see is what was computed."""
     ranges, _ = channel_amax(outliers)
+    factors = smoothquant_factors(outliers, ranges)
 
-    smooth, computed = smoothed(outliers, ranges, 0.5)
+    computed = smoothed_ranges(outliers, ranges, factors)
 
-    seen, _ = channel_amax(smooth)
+    seen, _ = channel_amax(smoothed(outliers, factors))
     assert computed.keys() == seen.keys()
     for module, obtained in computed.items():
-        np.testing.assert_allclose(obtained, seen[module], rtol=1e-4)
+        np.testing.assert_allclose(obtained, seen[module].max(), rtol=1e-4)
 
 
 def test_wide_channels_become_narrow(outliers):
     """The largest channel is less far from the typical one, and a scale a tensor fits better."""
     ranges, _ = channel_amax(outliers)
-    _, computed = smoothed(outliers, ranges, 0.5)
+    seen, _ = channel_amax(smoothed(outliers, smoothquant_factors(outliers, ranges)))
 
     def spread(module, amax):
         return amax[module].max() / np.median(amax[module])
 
     for module in ranges:
-        assert spread(module, computed) < 0.5 * spread(module, ranges)
+        assert spread(module, seen) < 0.5 * spread(module, ranges)
 
 
 def test_factors_are_those_of_the_equation():
@@ -97,10 +106,19 @@ def test_channels_without_a_range_keep_the_factor_1():
 def test_ranges_that_do_not_fit_are_named(outliers, amax):
     """Missing, of another width, not finite or negative."""
     ranges, _ = channel_amax(outliers)
-    module = "transformer.h.1.mlp.c_fc"
+    module = C_FC
     if amax is None:
         del ranges[module]
     else:
         ranges[module] = amax
     with pytest.raises(CalibrationError, match=rf"{module}: .*; calibrate again$"):
-        smoothed(outliers, ranges, 0.5)
+        smoothquant_factors(outliers, ranges)
+
+
+@pytest.mark.parametrize("factors", [(), (1.0,) * 31, (0.0,) * 32, (float("nan"),) * 32])
+def test_factors_that_do_not_fit_are_refused(outliers, factors):
+    """Missing, of another width, or not positive: they would move a NaN into the weights."""
+    ranges, _ = channel_amax(outliers)
+    given = smoothquant_factors(outliers, ranges) | {"transformer.h.1.ln_2": factors}
+    with pytest.raises(CalibrationError, match=r"transformer\.h\.1\.ln_2: .*; calibrate again$"):
+        smoothed(outliers, given)

@@ -1,15 +1,41 @@
 """Variants: what each row quantizes, and rows that cannot be."""
 
+from dataclasses import replace
+
 import pytest
 
 from gptneo_trt.errors import VariantError
-from gptneo_trt.variants import FLOOR, PROJECTIONS, RECIPE, VARIANTS, Variant, variant_named
+from gptneo_trt.variants import (
+    FLOOR,
+    KINDS,
+    RECIPE,
+    VARIANTS,
+    Variant,
+    is_explored,
+    variant_named,
+)
 
 # Row -> what goes wrong, as the message must say it.
 REFUSED = {
     "typo": ({"quantized": ("q_porj",)}, r"unknown projections \['q_porj'\]"),
     "other family": ({"quantized": ("fc1",)}, r"unknown projections \['fc1'\]"),
-    "head": ({"quantized": ("lm_head",)}, r"unknown projections \['lm_head'\]"),
+    "head's weight": (
+        {"quantized": ("lm_head.weight",)},
+        r"unknown projections \['lm_head.weight'",
+    ),
+    "smoothing": (
+        {"quantized": ("c_fc",), "smoothing": "awqq"},
+        "smoothing 'awqq', expected one of",
+    ),
+    "smoothing of nothing": ({"smoothing": "smoothquant"}, "it quantizes nothing"),
+    "smoothing beside quantiles": (
+        {"quantized": ("c_fc",), "smoothing": "smoothquant", "calibration": "percentile"},
+        "smoothquant has the largest values alone, not percentile",
+    ),
+    "calibration of weights": (
+        {"quantized": ("c_fc",), "quantized_activations": False, "calibration": "mse"},
+        "its activations are not quantized",
+    ),
     "path": ({"quantized": ("mlp.c_fc",)}, r"unknown projections \['mlp.c_fc'\]"),
     "one string": ({"quantized": "q_proj"}, "unknown projections"),
     "two at once": ({"quantized": ("a", "q_proj", "b")}, r"unknown projections \['a', 'b'\]"),
@@ -54,6 +80,44 @@ def test_unknown_name_lists_the_rows():
     assert variant_named("fp8") is VARIANTS["fp8"]
 
 
+def test_a_row_can_be_described():
+    """A row and settings: another row, of that name, which is not in the table."""
+    name = "fp8:quantized=lm_head+c_fc:activation_scale_factor=1.5:quantized_activations=True"
+
+    row = variant_named(name)
+
+    assert row == replace(
+        VARIANTS["fp8"],
+        name=name,
+        summary=row.summary,
+        quantized=("lm_head", "c_fc"),
+        activation_scale_factor=1.5,
+    )
+    assert row.quantized_modules(1) == ("transformer.h.0.mlp.c_fc", "lm_head")
+    assert is_explored(name)
+    assert not is_explored("fp8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("smoothness=1", r"setting 'smoothness=1', expected one of \['quantized', "),
+        ("name=fp16", "setting 'name=fp16', expected one of"),
+        ("quantized", "unknown projections"),
+        ("float_edge_layers=one", "setting 'float_edge_layers=one', expected a int"),
+        ("activation_scale_factor=", "setting 'activation_scale_factor=', expected a float"),
+        ("quantized_activations=no", "setting 'quantized_activations=no', expected a bool"),
+        ("quantized_format=fp4", "quantized_format 'fp4', expected one of"),
+    ],
+)
+def test_a_description_that_is_none_is_refused(setting, expected):
+    """What is misspelt is named; nothing is guessed."""
+    with pytest.raises(VariantError, match=f"variant 'fp8:{setting}': .*{expected}"):
+        variant_named(f"fp8:{setting}")
+    with pytest.raises(VariantError, match="no variant 'fp9'; the rows are: "):
+        variant_named(f"fp9:{setting}")
+
+
 @pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED)
 def test_C03_refused_rows_name_the_reason(fields, message):
     """A row that names what does not exist, or cannot have an effect, is an error of its own."""
@@ -65,7 +129,7 @@ def test_C03_unknown_projections_list_the_valid_ones():
     """The message of an unknown projection lists every projection that there is."""
     with pytest.raises(VariantError) as caught:
         Variant("made-up", "", ("fc1",))
-    assert str(list(PROJECTIONS)) in str(caught.value)
+    assert str(list(KINDS)) in str(caught.value)
 
 
 def test_C03_every_mismatch_is_in_one_message():

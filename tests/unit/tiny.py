@@ -8,8 +8,9 @@ from safetensors.numpy import save_file
 from scipy.special import log_softmax
 
 from gptneo_trt.checkpoint import BUNDLED_FOLDER, random_checkpoint, weights_sha256
-from gptneo_trt.data import Architecture, Scales
-from gptneo_trt.variants import VARIANTS
+from gptneo_trt.data import Architecture
+from gptneo_trt.scales import constant_scales
+from gptneo_trt.variants import every_module
 
 T0 = Architecture(
     vocab_size=64,
@@ -78,8 +79,9 @@ def with_divided_queries(checkpoint, factor):
 
 def fixed_scales(checkpoint, amax=8.0):
     """Return one made-up range for every projection: enough to build, not to be accurate."""
-    modules = VARIANTS["fp8-all"].quantized_modules(checkpoint.architecture.num_layers)
-    return Scales(dict.fromkeys(modules, amax), "max", checkpoint.sha256, "", 1, "")
+    modules = every_module(checkpoint.architecture.num_layers)
+    scales = constant_scales(checkpoint, modules)
+    return replace(scales, activation_amax=dict.fromkeys(modules, amax))
 
 
 def kl_nats(expected, obtained):
