@@ -16,7 +16,7 @@ from gptneo_trt.cuda_graph import captured
 from gptneo_trt.data import Plan
 from gptneo_trt.errors import RunError
 from gptneo_trt.plans import PlanRequest
-from gptneo_trt.runtime import fp8_modules, load
+from gptneo_trt.runtime import load, quantized_modules
 
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "INT32": torch.int32}
 
@@ -92,9 +92,9 @@ class Engine:
         """Keep what TensorRT-RTX compiled at the first run of each length for the next process."""
         self.loaded.keep_kernels()
 
-    def fp8_modules(self) -> tuple[str, ...]:
-        """Return the projections that the engine multiplies in FP8, sorted."""
-        return fp8_modules(self._backend, self.loaded)
+    def quantized_modules(self) -> tuple[str, ...]:
+        """Return the modules that the engine multiplies in the row's quantized format, sorted."""
+        return quantized_modules(self._backend, self.loaded, self.variant.quantized_format)
 
     def run(
         self, feeds: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None

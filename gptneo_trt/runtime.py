@@ -29,7 +29,7 @@ from gptneo_trt.whole_file import whole_file
 
 DIGEST_BYTES = 32  # in front of the kernels in their file: their SHA-256
 ANEW = "they are compiled anew, and the file replaced"
-MODULE = re.compile(r"transformer\.h\.\d+\.(?:attn\.attention|mlp)\.\w+_(?:proj|fc)")
+MODULE = re.compile(r"transformer\.h\.\d+\.(?:attn\.attention|mlp)\.\w+_(?:proj|fc)|\blm_head")
 
 
 @dataclass(frozen=True)
@@ -142,24 +142,24 @@ def _builder(plan: Path) -> str:
         return "an unknown TensorRT (no readable side-car)"
 
 
-def fp8_modules(backend: Backend, loaded: Loaded) -> tuple[str, ...]:
-    """Return the projections that an engine multiplies in FP8, sorted, from its inspector.
+def quantized_modules(backend: Backend, loaded: Loaded, number_format: str) -> tuple[str, ...]:
+    """Return the modules that an engine multiplies in "fp8" or "int8", sorted, by its inspector.
 
-    A layer counts when it reads both an FP8 tensor and an FP8 constant. TensorRT names a product
-    after the network's layer, and a fused one after all of them: ``q_proj+k_proj``.
+    A layer counts when it reads both a tensor and a constant of that format. TensorRT names a
+    product after the network's layer, and a fused one after all of them: ``q_proj+k_proj``.
 
     Raises:
-        RunError: a layer multiplies in FP8 and names no projection, or the engine tells nothing.
+        RunError: a layer multiplies in it and names no module, or the engine tells nothing.
     """
     inspector = loaded.engine.create_engine_inspector()
     refuse_none(backend, "create_engine_inspector", inspector, RunError)
     information = inspector.get_engine_information(backend.trt.LayerInformationFormat.JSON)
     refuse_none(backend, "get_engine_information", information, RunError)
-    return fp8_modules_of(json.loads(information))
+    return quantized_modules_of(json.loads(information), number_format)
 
 
-def fp8_modules_of(information: dict[str, Any]) -> tuple[str, ...]:
-    """Return the projections that an inspector's JSON shows in FP8, sorted; see ``fp8_modules``."""
+def quantized_modules_of(information: dict[str, Any], number_format: str) -> tuple[str, ...]:
+    """Return what an inspector's JSON shows in a format, sorted; see ``quantized_modules``."""
     layers = information.get("Layers", [])
     if not layers or not all(isinstance(layer, dict) for layer in layers):
         raise RunError(
@@ -169,7 +169,8 @@ def fp8_modules_of(information: dict[str, Any]) -> tuple[str, ...]:
     found: set[str] = set()
     unnamed = []
     for layer in layers:
-        if not (_any_fp8(layer.get("Inputs", [])) and _any_fp8(layer.get("Constants", []))):
+        read = (layer.get("Inputs", []), layer.get("Constants", []))
+        if not all(_any_in(tensors, number_format) for tensors in read):
             continue
         named = set(MODULE.findall(layer["Name"])) or {
             name for each in layer["Constants"] for name in MODULE.findall(each["Name"])
@@ -178,11 +179,12 @@ def fp8_modules_of(information: dict[str, Any]) -> tuple[str, ...]:
         if not named:
             unnamed.append(layer["Name"])
     if unnamed:
-        raise RunError(f"engine inspector: FP8 layers that name no projection: {sorted(unnamed)}")
+        told = f"{number_format.upper()} layers that name no projection: {sorted(unnamed)}"
+        raise RunError(f"engine inspector: {told}")
     return tuple(sorted(found))
 
 
-def _any_fp8(tensors: list[dict[str, Any]]) -> bool:
-    """Return whether one of a layer's tensors is FP8; TensorRT versions differ in the key."""
+def _any_in(tensors: list[dict[str, Any]], number_format: str) -> bool:
+    """Return whether one of a layer's tensors is in a format; its key differs between versions."""
     types = (each.get("Datatype") or each.get("Format/Datatype") or "" for each in tensors)
-    return any("FP8" in str(each).upper() for each in types)
+    return any(number_format in str(each).lower() for each in types)

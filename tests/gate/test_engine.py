@@ -54,14 +54,15 @@ def test_engine_loads(variant, phase, metric, engines, gate_run, judge):
     judge(Cell(variant.name, phase, metric, "loaded", None, None, "passed", reason))
 
 
-@pytest.mark.cells(phases=PHASES, metrics=("engine/fp8_projections",), hardware=True)
-def test_exactly_the_intended_projections_run_in_fp8(
+@pytest.mark.cells(phases=PHASES, metrics=("engine/quantized_projections",), hardware=True)
+def test_exactly_the_intended_projections_run_quantized(
     variant, phase, metric, engines, checkpoint, judge
 ):
-    """The engine's inspector shows FP8 inputs for the projections of the row, and no others."""
-    found = set(engines.engine(variant, phase).fp8_modules())
-    expected = set(variant.quantized_modules(checkpoint.architecture.num_layers))
-    reason = f"{len(found)} projections multiply in FP8"
+    """The engine's inspector shows quantized inputs for the row's projections, and no others."""
+    found, expected = set(engines.engine(variant, phase).quantized_modules()), set()
+    if variant.is_calibrated:  # weights alone are multiplied in the compute type
+        expected = set(variant.quantized_modules(checkpoint.architecture.num_layers))
+    reason = f"{len(found)} projections multiply in {variant.quantized_format.upper()}"
     if found != expected:
         reason += f"; missing: {sorted(expected - found)}; not intended: {sorted(found - expected)}"
     verdict = "passed" if found == expected else "failed"

@@ -287,7 +287,7 @@ def test_C03_exactly_the_intended_projections_run_in_fp8(engine_of, checkpoints,
     """The inspector of the engine shows FP8 products where the row says, and nowhere else."""
     engine = engine_of(phase, row, "bundled")
     layers = checkpoints["bundled"].architecture.num_layers
-    assert engine.fp8_modules() == tuple(sorted(engine.variant.quantized_modules(layers)))
+    assert engine.quantized_modules() == tuple(sorted(engine.variant.quantized_modules(layers)))
 
 
 DAMAGES = {

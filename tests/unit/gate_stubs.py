@@ -401,7 +401,7 @@ class Engines:
         """Return an engine that multiplies in FP8 what its row says."""
         loaded = SimpleNamespace(load_s=0.1, log=SimpleNamespace(lines=[]))
         modules = variant.quantized_modules(LAYERS)
-        return SimpleNamespace(loaded=loaded, fp8_modules=lambda: modules)
+        return SimpleNamespace(loaded=loaded, quantized_modules=lambda: modules)
 
     def first_and_last_logits(self, variant, phase):
         """Return the same logits twice."""

@@ -200,7 +200,12 @@ def test_a_row_on_engines_owes_more(run, row, own):
         for target, gpu in (("cpu", None), ("h200", H200))
     )
 
-    engine = ("engine/loads", "engine/fp8_projections", "engine/repeats", "regression/speedup_x")
+    engine = (
+        "engine/loads",
+        "engine/quantized_projections",
+        "engine/repeats",
+        "regression/speedup_x",
+    )
     assert on_gpu == {**on_cpu, **dict.fromkeys(engine, BOTH), "engine/forgets": {"decode"}, **own}
 
 

@@ -43,7 +43,7 @@ def fixtures(**wrong):
     }  # fmt: skip
     is_ = SimpleNamespace(**good | wrong)
     loaded = SimpleNamespace(load_s=0.1, log=SimpleNamespace(lines=[]))
-    engine = SimpleNamespace(loaded=loaded, fp8_modules=lambda: is_.modules)
+    engine = SimpleNamespace(loaded=loaded, quantized_modules=lambda: is_.modules)
     direct = {"kl_mean_nats": is_.direct_nats, "top1_frac": is_.direct_top1}
     stored = {f"{phase}/speedup_x": 1.0 for phase in ("prefill", "decode")}
     return {
@@ -78,7 +78,7 @@ def fixtures(**wrong):
 
 
 TESTS = {
-    "fp8": test_engine.test_exactly_the_intended_projections_run_in_fp8,
+    "fp8": test_engine.test_exactly_the_intended_projections_run_quantized,
     "repeats": test_engine.test_first_and_hundredth_call_give_the_same_bits,
     "forgets": test_engine.test_R02_an_earlier_text_leaves_nothing_behind,
     "excess": test_engine.test_engine_loses_what_its_recipe_loses,
@@ -146,3 +146,11 @@ def test_a_clock_that_stops_too_early_is_seen():
     cells = judged([TESTS["decode"]], FP16, **given)
     cell = cells["decode", "alternative/weights_read_x"]
     assert (cell.verdict, cell.obtained) == ("failed", 2.0)
+
+
+@pytest.mark.parametrize(("modules", "verdict"), [((), "passed"), (MODULES[:1], "failed")])
+def test_weights_alone_are_multiplied_in_the_compute_type(modules, verdict):
+    """An engine that quantizes the activations of such a row too is another recipe."""
+    cells = judged([TESTS["fp8"]], VARIANTS["int8-weights"], **fixtures(modules=modules))
+    assert {cell.verdict for cell in cells.values()} == {verdict}
+    assert {cell.baseline for cell in cells.values()} == {0}

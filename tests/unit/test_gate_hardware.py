@@ -323,7 +323,7 @@ def test_a_run_like_the_stored_one_is_green(tmp_path):
     assert judged >= {
         "fp16/decode/alternative/weights_read_x",
         "fp16/decode/direct/kl_mean_nats",
-        "fp8/decode/engine/fp8_projections",
+        "fp8/decode/engine/quantized_projections",
         "fp8/decode/regression/speedup_x",
         "fp8/prefill/excess/bf16/kl_mean_nats",
         "fp8/both/ship",

@@ -16,9 +16,9 @@ from gptneo_trt import runtime
 from gptneo_trt.backend import Backend, log_collector
 from gptneo_trt.errors import RunError
 from gptneo_trt.plans import PlanRequest, build_plan
-from gptneo_trt.runtime import Loaded, fp8_modules, fp8_modules_of, load
+from gptneo_trt.runtime import Loaded, load, quantized_modules, quantized_modules_of
 from gptneo_trt.targets import gpu_at_hand
-from gptneo_trt.variants import VARIANTS
+from gptneo_trt.variants import VARIANTS, every_module
 
 KERNELS = b"compiled for this GPU"
 SAID = "[ERROR] said by the stub"
@@ -384,7 +384,17 @@ FOUND = {
 def test_projections_in_fp8_are_found(layers, expected):
     """A product counts when it reads an FP8 tensor and an FP8 constant; names come out sorted."""
     other = layer("transformer.h.0.mlp.c_fc_myl0_7", ("Half",), (("weight", "Half"),))
-    assert fp8_modules_of({"Layers": [other, *layers], "Bindings": []}) == tuple(expected)
+    assert quantized_modules_of({"Layers": [other, *layers], "Bindings": []}, "fp8") == tuple(
+        expected
+    )
+
+
+def test_a_format_is_not_taken_for_another():
+    """INT8 products are those of a row in INT8, and none of one in FP8."""
+    tensor = {"Name": "x", "Datatype": "Int8"}
+    product = layer(f"{H0}.k_proj", Inputs=[tensor], Constants=[tensor])
+    assert quantized_modules_of({"Layers": [product]}, "int8") == (f"{H0}.k_proj",)
+    assert quantized_modules_of({"Layers": [product]}, "fp8") == ()
 
 
 def test_the_older_key_of_a_type_is_read():
@@ -392,25 +402,25 @@ def test_the_older_key_of_a_type_is_read():
     tensor = {"Name": "x", "Format/Datatype": "Row major linear FP8 format"}
     product = layer(f"{H0}.k_proj", Inputs=[tensor], Constants=[tensor])
     half = {"Name": "x", "Format/Datatype": "Row major linear FP16 format"}
-    assert fp8_modules_of({"Layers": [product]}) == (f"{H0}.k_proj",)
-    assert fp8_modules_of({"Layers": [product | {"Inputs": [half]}]}) == ()
+    assert quantized_modules_of({"Layers": [product]}, "fp8") == (f"{H0}.k_proj",)
+    assert quantized_modules_of({"Layers": [product | {"Inputs": [half]}]}, "fp8") == ()
 
 
 def test_C03_layers_without_types_are_not_taken_for_fp16():
     """An engine built without detailed verbosity tells names alone: that is no "no FP8"."""
     for layers in (["__myl_Fc_myl0_1", "__myl_Add_myl0_2"], [layer("a"), "b"]):
         with pytest.raises(RunError, match="obtained 2 layers without types, expected layers with"):
-            fp8_modules_of({"Layers": layers})
+            quantized_modules_of({"Layers": layers}, "fp8")
     for nothing in ({}, {"Layers": []}):
         with pytest.raises(RunError, match=r"0 layers without types.*detailed profiling verbo"):
-            fp8_modules_of(nothing)
+            quantized_modules_of(nothing, "fp8")
 
 
 def test_C03_fp8_layers_that_name_no_projection_are_listed():
     """A product in FP8 that cannot be told from others is an error, not one projection fewer."""
     layers = [layer("__myl_Fc_myl0_2"), layer(f"{H0}.q_proj_myl0_1"), layer("__myl_Fc_myl0_1")]
     with pytest.raises(RunError, match=r"no projection: \['__myl_Fc_myl0_1', '__myl_Fc_myl0_2'\]"):
-        fp8_modules_of({"Layers": layers})
+        quantized_modules_of({"Layers": layers}, "fp8")
 
 
 def test_the_inspector_is_asked_for_json(backend):
@@ -422,7 +432,7 @@ def test_the_inspector_is_asked_for_json(backend):
     )
     engine = SimpleNamespace(create_engine_inspector=lambda: inspector)
     loaded = Loaded(None, engine, None, log_collector(backend.trt), 0.0)
-    assert fp8_modules(backend, loaded) == (f"{H0}.q_proj",)
+    assert quantized_modules(backend, loaded, "fp8") == (f"{H0}.q_proj",)
     assert asked == [backend.trt.LayerInformationFormat.JSON]
 
 
@@ -434,11 +444,11 @@ def test_N06_an_inspector_that_tells_nothing_is_named(backend, call):
     engine = SimpleNamespace(create_engine_inspector=lambda: given)
     loaded = Loaded(None, engine, None, log_collector(backend.trt), 0.0)
     with pytest.raises(RunError, match=f"{backend.target}: {call} returned None"):
-        fp8_modules(backend, loaded)
+        quantized_modules(backend, loaded, "fp8")
 
 
 def test_every_projection_has_a_name_that_is_found(t0):
     """The expression that reads names knows every projection that a row can quantize."""
-    modules = VARIANTS["fp8-all"].quantized_modules(t0.architecture.num_layers)
+    modules = every_module(t0.architecture.num_layers)
     assert [runtime.MODULE.fullmatch(module).group() for module in modules] == list(modules)
     assert runtime.MODULE.findall("transformer.h.1.ln_1 transformer.h.1.attn.residual") == []

@@ -88,7 +88,7 @@ VARIABLES = {
     ("layers.py", "", "tensor"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
     ("operators.py", "_scale_shape", "layer"): "IQuantizeLayer",
-    ("runtime.py", "fp8_modules_of", "layer"): OTHER,
+    ("runtime.py", "quantized_modules_of", "layer"): OTHER,
 }
 # Method or property -> what it gives.
 GIVES = {
