@@ -153,4 +153,3 @@ def test_weights_alone_are_multiplied_in_the_compute_type(modules, verdict):
     """An engine that quantizes the activations of such a row too is another recipe."""
     cells = judged([TESTS["fp8"]], VARIANTS["int8-weights"], **fixtures(modules=modules))
     assert {cell.verdict for cell in cells.values()} == {verdict}
-    assert {cell.baseline for cell in cells.values()} == {0}
