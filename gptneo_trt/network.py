@@ -16,7 +16,7 @@ Clearing the cache and writing the new rows back is the caller's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Network:
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
         arrays: constants that TensorRT refers to without copying.
+        packed: layer name -> the bytes of its FP4 or FP8 constant, see ``Graph``.
     """
 
     backend: Backend
@@ -54,6 +55,7 @@ class Network:
     phase: str
     context: int
     arrays: tuple[np.ndarray, ...]
+    packed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def build_network(
     except BuildError as error:
         what = f"variant {variant.name}, {phase}: {error.message}"
         raise BuildError(what, tuple(log.lines)) from error
-    arrays = tuple(graph.arrays)
-    return Network(backend, builder, definition, log, variant, phase, context, arrays)
+    arrays, packed = tuple(graph.arrays), graph.packed
+    return Network(backend, builder, definition, log, variant, phase, context, arrays, packed)
 
 
 def _linear_weights(

@@ -6,8 +6,8 @@ in front: the texts evaluated together, of size N or, for constants, 1. Floating
 held as float32; ``rounding`` brings them to the declared type of a tensor.
 
 Source of every rule: "TensorRT Operator's Reference", one page a layer type,
-docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators; of FP8 rounding (to nearest even,
-saturating): the page "Quantize" and "OCP 8-bit Floating Point Specification".
+docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators; of the quantized formats'
+rounding: ``number_formats``.
 """
 
 from collections.abc import Callable
@@ -19,34 +19,21 @@ import torch
 from torch.nn import functional
 
 from gptneo_trt.errors import RunError
+from gptneo_trt.number_formats import (
+    block_scales,
+    fp4_values,
+    fp8_values,
+    in_block_steps,
+    to_fp4,
+    to_fp8,
+    to_int4,
+    to_int8,
+)
+from gptneo_trt.nvfp4 import BLOCK
 
 Operation = Callable[..., torch.Tensor]
-FP8_MAX = 448.0
-# Bit patterns of float32, whose exponent starts at bit 23 with a bias of 127.
-FLOAT32_EXPONENT = 0xFF << 23
-E4M3_SMALLEST_NORMAL = (127 - 6) << 23  # 2^-6
-TWENTY = 20 << 23  # from 2^exponent to 2^23 steps of 2^(exponent - 3)
 # MKL sums a product of 1 to 3 rows in another order than one of more; 16 is well beyond that.
 FEWEST_ROWS = 16
-
-
-def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """Round float32 to FP8 E4M3: nearest even, saturating at 448; NaN stays NaN.
-
-    E4M3 has steps of 2^(exponent - 3), and of 2^-9 below 2^-6. Adding and subtracting 1.5 * 2^23
-    steps leaves a multiple of the step, because float32 has 24 bits and adds to nearest even.
-    The values are those of a saturating cast to ``torch.float8_e4m3fn`` (tested over every value
-    and midpoint), in less than half its time.
-    """
-    clamped = tensor.clamp(-FP8_MAX, FP8_MAX)
-    exponent = clamped.view(torch.int32) & FLOAT32_EXPONENT
-    steps = exponent.clamp_(min=E4M3_SMALLEST_NORMAL).add_(TWENTY).view(torch.float32).mul_(1.5)
-    return clamped.add_(steps).sub_(steps)
-
-
-def to_int8(tensor: torch.Tensor) -> torch.Tensor:
-    """Round float32 to an integer of 8 bits: nearest even, saturating at -128 and 127."""
-    return tensor.round().clamp(-128, 127)
 
 
 def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
@@ -62,10 +49,9 @@ def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
         return lambda tensor: tensor.to(torch.float16).to(torch.float32)
     if data_type == types.BF16:
         return lambda tensor: tensor.to(torch.bfloat16).to(torch.float32)
-    if data_type == types.FP8:
-        return to_fp8
-    if data_type == types.INT8:
-        return to_int8
+    quantized = {types.FP8: to_fp8, types.INT8: to_int8, types.INT4: to_int4, types.FP4: to_fp4}
+    if data_type in quantized:
+        return quantized[data_type]
     raise RunError(f"tensor type {data_type}: the interpreter does not know it; add it here")
 
 
@@ -82,10 +68,30 @@ def _refuse_unless(layer: Any, expected: dict[str, tuple[Any, Any]]) -> None:
 
 def _read_constant(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IConstantLayer
+    if not isinstance(layer.weights, np.ndarray):
+        data_type = layer.weights.dtype
+        raise RunError(f"layer {layer.name}: TensorRT shows no values of {data_type}; add it here")
     array = np.array(layer.weights, copy=True).reshape(tuple(layer.shape))
     tensor = torch.from_numpy(array)[None]
     tensor = tensor.float() if tensor.is_floating_point() else tensor
     return lambda: tensor
+
+
+def read_packed(layer: Any, trt: ModuleType, packed: np.ndarray) -> Operation:
+    """Return what a constant of FP4 or FP8 holds: TensorRT takes its bytes and shows none.
+
+    ``packed``: uint8, the array that TensorRT was given for it.
+
+    Raises:
+        RunError: a constant of another type or size than the array's.
+    """
+    layer.__class__ = trt.IConstantLayer
+    types, stored = trt.DataType, layer.weights
+    decoders = {types.FP4: (fp4_values, 2), types.FP8: (fp8_values, 1)}
+    decode, values_a_byte = decoders.get(stored.dtype, (fp8_values, 0))
+    _refuse_unless(layer, {"size": (stored.size, packed.size * values_a_byte)})
+    values = decode(torch.from_numpy(packed.reshape(-1))).reshape(1, *layer.shape)
+    return lambda: values
 
 
 def _read_gather(layer: Any, trt: ModuleType) -> Operation:
@@ -228,48 +234,83 @@ def _read_cast(layer: Any, trt: ModuleType) -> Operation:
     return lambda tensor: tensor
 
 
-def _scale_shape(layer: Any, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what spreads a scale over the data: as it is, or along the layer's axis."""
-    scale_rank = len(layer.get_input(1).shape)
-    if scale_rank == 0:
+def _spread_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what spreads a scale over the data: as it is, along the layer's axis, or in blocks."""
+    shape, scale_shape = (tuple(layer.get_input(i).shape) for i in range(2))
+    rank, axis = len(shape), layer.axis
+    if not scale_shape:
         return lambda scale: scale
-    if scale_rank == 1 and 0 <= layer.axis < rank:
-        shape = [1] * (rank + 1)
-        shape[layer.axis + 1] = -1
-        return lambda scale: scale.reshape(shape)
+    if len(scale_shape) == 1 and 0 <= axis < rank:
+        along = [1] * (rank + 1)
+        along[axis + 1] = -1
+        return lambda scale: scale.reshape(along)
+    if len(scale_shape) == rank and 0 <= axis < rank:
+        blocks = scale_shape[axis]
+        spread = (*scale_shape[:axis], shape[axis], *scale_shape[axis + 1 :])
+        if spread == shape and shape[axis] % blocks == 0:
+            block = shape[axis] // blocks
+            return lambda scale: scale.repeat_interleave(block, dim=axis + 1)
     raise RunError(
-        f"layer {layer.name}: scale of rank {scale_rank}, axis {layer.axis}; add it here"
+        f"layer {layer.name}: scale {scale_shape} of data {shape}, axis {axis}; add it here"
     )
 
 
-def _is_quantized(data_type: Any, trt: ModuleType) -> bool:
-    return data_type in (trt.DataType.FP8, trt.DataType.INT8)
-
-
-def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
-    layer.__class__ = trt.IQuantizeLayer
+def _refuse_unless_quantizing(layer: Any, trt: ModuleType, side: str, tensor: Any) -> None:
+    types = trt.DataType
+    quantized = tensor.dtype in (types.FP8, types.INT8, types.INT4, types.FP4)
     _refuse_unless(
         layer,
         {
             "inputs": (layer.num_inputs, 2),
-            "to a quantized type": (_is_quantized(layer.get_output(0).dtype, trt), True),
+            f"{side} a quantized type": (quantized, True),
+            "block_shape": (_block_shape(layer), ()),
         },
     )
-    spread = _scale_shape(layer, len(layer.get_input(0).shape))
+
+
+def _block_shape(layer: Any) -> tuple[int, ...]:
+    """Return the block shape of a layer; () where none is set, which TensorRT-RTX 1.6 refuses."""
+    try:
+        return tuple(size for size in layer.block_shape if size > 0)
+    except (RuntimeError, ValueError):
+        return ()
+
+
+def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
+    layer.__class__ = trt.IQuantizeLayer
+    _refuse_unless_quantizing(layer, trt, "to", layer.get_output(0))
+    spread = _spread_of(layer)
     return lambda tensor, scale: tensor / spread(scale)
 
 
 def _read_dequantize(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IDequantizeLayer
+    _refuse_unless_quantizing(layer, trt, "from", layer.get_input(0))
+    spread = _spread_of(layer)
+    return lambda tensor, scale: tensor * spread(scale)
+
+
+def _refuse_unless_nvfp4(layer: Any, trt: ModuleType) -> None:
+    layer.__class__ = trt.IDynamicQuantizeLayer
+    types, rank = trt.DataType, len(layer.get_input(0).shape)
     _refuse_unless(
         layer,
         {
+            "axis, block_size": ((layer.axis, layer.block_size), (rank - 1, BLOCK)),
+            "to_type, scale_type": ((layer.to_type, layer.scale_type), (types.FP4, types.FP8)),
             "inputs": (layer.num_inputs, 2),
-            "from a quantized type": (_is_quantized(layer.get_input(0).dtype, trt), True),
         },
     )
-    spread = _scale_shape(layer, len(layer.get_input(0).shape))
-    return lambda tensor, scale: tensor * spread(scale)
+
+
+def _read_dynamic_quantize(layer: Any, trt: ModuleType) -> Operation:
+    _refuse_unless_nvfp4(layer, trt)
+    return in_block_steps
+
+
+def _read_dynamic_scales(layer: Any, trt: ModuleType) -> Operation:
+    _refuse_unless_nvfp4(layer, trt)
+    return block_scales
 
 
 def _read_attention(layer: Any, trt: ModuleType) -> Operation:
@@ -320,6 +361,7 @@ READERS: dict[str, Callable[[Any, ModuleType], Operation]] = {
     "CONCATENATION": _read_concatenation,
     "CONSTANT": _read_constant,
     "DEQUANTIZE": _read_dequantize,
+    "DYNAMIC_QUANTIZE": _read_dynamic_quantize,
     "ELEMENTWISE": _read_elementwise,
     "GATHER": _read_gather,
     "MATRIX_MULTIPLY": _read_matrix_multiply,
@@ -328,12 +370,15 @@ READERS: dict[str, Callable[[Any, ModuleType], Operation]] = {
     "SHUFFLE": _read_shuffle,
 }
 
+# The layer types with a second output.
+SECOND_READERS = {"DYNAMIC_QUANTIZE": _read_dynamic_scales}
+
 # These move values without computing any: their outputs are of the inputs' type already.
 MOVES_ONLY = frozenset({"ATTENTION_OUTPUT", "CONCATENATION", "GATHER", "SHUFFLE"})
 
 
 def read_layer(layer: Any, trt: ModuleType) -> Operation:
-    """Return what a layer computes.
+    """Return what the first output of a layer is.
 
     Raises:
         RunError: a layer type or an attribute that has no reader; nothing is ever skipped.
@@ -342,3 +387,17 @@ def read_layer(layer: Any, trt: ModuleType) -> Operation:
     if kind not in READERS:
         raise RunError(f"layer {layer.name}: type {kind} has no reader in operators.READERS")
     return READERS[kind](layer, trt)
+
+
+def read_outputs(layer: Any, trt: ModuleType) -> tuple[Operation, ...]:
+    """Return what each output of a layer is.
+
+    Raises:
+        RunError: see ``read_layer``; or a layer with more outputs than are known.
+    """
+    kind = layer.type.name
+    expected = 2 if kind in SECOND_READERS else 1
+    if layer.num_outputs != expected:
+        raise RunError(f"layer {layer.name}: {layer.num_outputs} outputs, expected {expected}")
+    first = read_layer(layer, trt)
+    return (first, SECOND_READERS[kind](layer, trt)) if expected == 2 else (first,)
