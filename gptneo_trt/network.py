@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gptneo_trt import layers
+from gptneo_trt import blocks, layers
 from gptneo_trt.backend import Backend, create_builder, create_network, log_collector, refuse_none
 from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, CalibrationError
@@ -293,7 +293,9 @@ def _add_block(
 
     def linear(path: str, tensor: Any) -> Any:
         name = f"{block}.{path}"
-        return layers.add_linear(graph, name, tensor, linears[name])
+        weights = linears[name]
+        add = blocks.add_linear if weights.weight_scales == "block" else layers.add_linear
+        return add(graph, name, tensor, weights)
 
     normal = _add_norm(graph, checkpoint, f"{block}.ln_1", hidden)
     query, key, value = (

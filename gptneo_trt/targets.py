@@ -173,7 +173,7 @@ def format_mismatch(number_format: str, compute_capability: str) -> str | None:
     """Return why a GPU cannot multiply a number format, or None: it can.
 
     Args:
-        number_format: "fp32", "fp16", "fp8" or "nvfp4".
+        number_format: of a row, see ``Variant.number_format``.
         compute_capability: for example "8.9".
     """
     needed = NEEDED_CAPABILITIES.get(number_format)

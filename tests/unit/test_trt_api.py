@@ -19,6 +19,7 @@ API = json.loads((ROOT / "fixtures" / "trt_api.json").read_text())
 VERSIONS = sorted(API.keys() - {"source"})
 SOURCES = (
     "backend.py",
+    "blocks.py",
     "engine.py",
     "inspection.py",
     "interpreter.py",
@@ -78,6 +79,8 @@ VARIABLES = {
     ("backend.py", "kernels_of", "cache"): "IRuntimeCache",
     ("backend.py", "log", "interface"): "ILogger",
     ("backend.py", "log", "severity"): VALUE,
+    ("blocks.py", "", "rows"): "ITensor",
+    ("blocks.py", "", "tensor"): "ITensor",
     ("inspection.py", "", "types"): "DataType",
     ("inspection.py", "", "source"): "ILayer",
     ("inspection.py", "", "s"): "ILayer",
@@ -87,7 +90,9 @@ VARIABLES = {
     ("interpreter.py", "_read_step", "tensor"): "ITensor",
     ("layers.py", "", "tensor"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
-    ("operators.py", "_scale_shape", "layer"): "IQuantizeLayer",
+    ("operators.py", "_block_shape", "layer"): "IQuantizeLayer",
+    ("operators.py", "_refuse_unless_quantizing", "tensor"): "ITensor",
+    ("operators.py", "_spread_of", "layer"): "IQuantizeLayer",
     ("runtime.py", "fp8_modules_of", "layer"): OTHER,
 }
 # Method or property -> what it gives.
@@ -98,6 +103,7 @@ GIVES = {
     "add_concatenation": "IConcatenationLayer",
     "add_constant": "IConstantLayer",
     "add_dequantize": "IDequantizeLayer",
+    "add_dynamic_quantize": "IDynamicQuantizeLayer",
     "add_elementwise": "IElementWiseLayer",
     "add_gather": "IGatherLayer",
     "add_input": "ITensor",
@@ -120,6 +126,7 @@ GIVES = {
     "get_output": "ITensor",
     "mask": "ITensor",
     "type": VALUE,
+    "weights": "Weights",
 }
 
 
@@ -301,6 +308,12 @@ def test_no_other_module_holds_the_tensorrt_module():
         ("network.py", ("IConcatenationLayer", "axis")),
         ("network.py", ("ElementWiseOperation", "AND")),
         ("backend.py", ("Builder", "")),
+        ("blocks.py", ("INetworkDefinition", "add_dynamic_quantize")),
+        ("blocks.py", ("IDynamicQuantizeLayer", "set_input")),
+        ("blocks.py", ("IDequantizeLayer", "axis")),
+        ("operators.py", ("IDynamicQuantizeLayer", "block_size")),
+        ("operators.py", ("IQuantizeLayer", "block_shape")),
+        ("operators.py", ("Weights", "size")),
         ("operators.py", ("IAttention", "causal_kind")),
         ("operators.py", ("INormalizationLayer", "is_v2")),
         ("operators.py", ("INormalizationLayer", "num_groups")),
