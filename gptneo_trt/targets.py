@@ -82,8 +82,9 @@ _ROWS = (
 )
 TARGETS = {row.name: row for row in _ROWS}
 # Number format -> oldest compute capability whose tensor cores multiply it: "Hardware and
-# Precision" of TensorRT's support matrix. Other formats run everywhere.
-NEEDED_CAPABILITIES = {"fp8": "8.9", "nvfp4": "10.0"}
+# Precision" of TensorRT's support matrix; of INT4, for which TensorRT-RTX 1.6 builds. Other
+# formats run everywhere.
+NEEDED_CAPABILITIES = {"fp8": "8.9", "int4": "8.0", "nvfp4": "10.0"}
 
 
 def gpu_at_hand() -> Gpu | None:
