@@ -33,6 +33,8 @@ cuda_graph      work on a GPU -> replay of one CUDA graph
 nvfp4           a weight in NVFP4: FP4 in blocks of 16 with FP8 block scales
 interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
+quantizing      those of Quantize, Dequantize and DynamicQuantize
+supported       what readers of layers share
 number_formats  rounding to FP8, FP4, INT8 and INT4, in PyTorch
 summation       the same sums in another order, as another processor adds them
 decoder         tokens -> logits, K and V, through prefill or decode, over either executor

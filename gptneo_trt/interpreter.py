@@ -15,8 +15,10 @@ import torch
 
 from gptneo_trt.errors import RunError
 from gptneo_trt.network import Network
-from gptneo_trt.operators import MOVES_ONLY, Operation, read_outputs, read_packed, rounding
+from gptneo_trt.operators import MOVES_ONLY, read_outputs, rounding
+from gptneo_trt.quantizing import read_packed
 from gptneo_trt.summation import keeps_its_axis, permuted, put_back, summed_axes
+from gptneo_trt.supported import Operation
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,15 @@ import torch
 from torch.nn import functional
 
 from gptneo_trt.errors import RunError
-from gptneo_trt.number_formats import (
-    block_scales,
-    fp4_values,
-    fp8_values,
-    in_block_steps,
-    to_fp4,
-    to_fp8,
-    to_int4,
-    to_int8,
+from gptneo_trt.number_formats import to_fp4, to_fp8, to_int4, to_int8
+from gptneo_trt.quantizing import (
+    read_dequantize,
+    read_dynamic_quantize,
+    read_dynamic_scales,
+    read_quantize,
 )
-from gptneo_trt.nvfp4 import BLOCK
+from gptneo_trt.supported import Operation, refuse_unless
 
-Operation = Callable[..., torch.Tensor]
 # MKL sums a product of 1 to 3 rows in another order than one of more; 16 is well beyond that.
 FEWEST_ROWS = 16
 
@@ -55,17 +51,6 @@ def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
     raise RunError(f"tensor type {data_type}: the interpreter does not know it; add it here")
 
 
-def _refuse_unless(layer: Any, expected: dict[str, tuple[Any, Any]]) -> None:
-    """Raise RunError naming every attribute whose obtained value is not the supported one."""
-    wrong = sorted(
-        f"{name} = {obtained!r} (supported: {wanted!r})"
-        for name, (obtained, wanted) in expected.items()
-        if obtained != wanted
-    )
-    if wrong:
-        raise RunError(f"layer {layer.name} ({layer.type}): {'; '.join(wrong)}; add it here")
-
-
 def _read_constant(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IConstantLayer
     if not isinstance(layer.weights, np.ndarray):
@@ -77,28 +62,11 @@ def _read_constant(layer: Any, trt: ModuleType) -> Operation:
     return lambda: tensor
 
 
-def read_packed(layer: Any, trt: ModuleType, packed: np.ndarray) -> Operation:
-    """Return what a constant of FP4 or FP8 holds: TensorRT takes its bytes and shows none.
-
-    ``packed``: uint8, the array that TensorRT was given for it.
-
-    Raises:
-        RunError: a constant of another type or size than the array's.
-    """
-    layer.__class__ = trt.IConstantLayer
-    types, stored = trt.DataType, layer.weights
-    decoders = {types.FP4: (fp4_values, 2), types.FP8: (fp8_values, 1)}
-    decode, values_a_byte = decoders.get(stored.dtype, (fp8_values, 0))
-    _refuse_unless(layer, {"size": (stored.size, packed.size * values_a_byte)})
-    values = decode(torch.from_numpy(packed.reshape(-1))).reshape(1, *layer.shape)
-    return lambda: values
-
-
 def _read_gather(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IGatherLayer
     obtained = (layer.axis, layer.mode, layer.num_elementwise_dims)
     supported = (0, trt.GatherMode.DEFAULT, 0)
-    _refuse_unless(layer, {"axis, mode, num_elementwise_dims": (obtained, supported)})
+    refuse_unless(layer, {"axis, mode, num_elementwise_dims": (obtained, supported)})
 
     def gather(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if table.shape[0] != 1:
@@ -113,7 +81,7 @@ def _read_shuffle(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IShuffleLayer
     rank = len(layer.get_input(0).shape)
     first, second = tuple(layer.first_transpose), tuple(layer.second_transpose)
-    _refuse_unless(
+    refuse_unless(
         layer,
         {
             "zero_is_placeholder": (layer.zero_is_placeholder, True),
@@ -194,7 +162,7 @@ def _rows_times(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _read_normalization(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.INormalizationLayer
     rank = len(layer.get_input(0).shape)
-    _refuse_unless(
+    refuse_unless(
         layer,
         {
             "is_v2": (layer.is_v2, True),
@@ -234,91 +202,12 @@ def _read_cast(layer: Any, trt: ModuleType) -> Operation:
     return lambda tensor: tensor
 
 
-def _spread_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what spreads a scale over the data: as it is, along the layer's axis, or in blocks."""
-    shape, scale_shape = (tuple(layer.get_input(i).shape) for i in range(2))
-    rank, axis = len(shape), layer.axis
-    if not scale_shape:
-        return lambda scale: scale
-    if len(scale_shape) == 1 and 0 <= axis < rank:
-        along = [1] * (rank + 1)
-        along[axis + 1] = -1
-        return lambda scale: scale.reshape(along)
-    if len(scale_shape) == rank and 0 <= axis < rank:
-        blocks = scale_shape[axis]
-        spread = (*scale_shape[:axis], shape[axis], *scale_shape[axis + 1 :])
-        if spread == shape and shape[axis] % blocks == 0:
-            block = shape[axis] // blocks
-            return lambda scale: scale.repeat_interleave(block, dim=axis + 1)
-    raise RunError(
-        f"layer {layer.name}: scale {scale_shape} of data {shape}, axis {axis}; add it here"
-    )
-
-
-def _refuse_unless_quantizing(layer: Any, trt: ModuleType, side: str, tensor: Any) -> None:
-    types = trt.DataType
-    quantized = tensor.dtype in (types.FP8, types.INT8, types.INT4, types.FP4)
-    _refuse_unless(
-        layer,
-        {
-            "inputs": (layer.num_inputs, 2),
-            f"{side} a quantized type": (quantized, True),
-            "block_shape": (_block_shape(layer), ()),
-        },
-    )
-
-
-def _block_shape(layer: Any) -> tuple[int, ...]:
-    """Return the block shape of a layer; () where none is set, which TensorRT-RTX 1.6 refuses."""
-    try:
-        return tuple(size for size in layer.block_shape if size > 0)
-    except (RuntimeError, ValueError):
-        return ()
-
-
-def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
-    layer.__class__ = trt.IQuantizeLayer
-    _refuse_unless_quantizing(layer, trt, "to", layer.get_output(0))
-    spread = _spread_of(layer)
-    return lambda tensor, scale: tensor / spread(scale)
-
-
-def _read_dequantize(layer: Any, trt: ModuleType) -> Operation:
-    layer.__class__ = trt.IDequantizeLayer
-    _refuse_unless_quantizing(layer, trt, "from", layer.get_input(0))
-    spread = _spread_of(layer)
-    return lambda tensor, scale: tensor * spread(scale)
-
-
-def _refuse_unless_nvfp4(layer: Any, trt: ModuleType) -> None:
-    layer.__class__ = trt.IDynamicQuantizeLayer
-    types, rank = trt.DataType, len(layer.get_input(0).shape)
-    _refuse_unless(
-        layer,
-        {
-            "axis, block_size": ((layer.axis, layer.block_size), (rank - 1, BLOCK)),
-            "to_type, scale_type": ((layer.to_type, layer.scale_type), (types.FP4, types.FP8)),
-            "inputs": (layer.num_inputs, 2),
-        },
-    )
-
-
-def _read_dynamic_quantize(layer: Any, trt: ModuleType) -> Operation:
-    _refuse_unless_nvfp4(layer, trt)
-    return in_block_steps
-
-
-def _read_dynamic_scales(layer: Any, trt: ModuleType) -> Operation:
-    _refuse_unless_nvfp4(layer, trt)
-    return block_scales
-
-
 def _read_attention(layer: Any, trt: ModuleType) -> Operation:
     """Read softmax(q k^T + mask) v; scores and softmax in float32, rounded once at the end."""
     layer.__class__ = trt.IAttentionInputLayer
     attention = layer.attention
     padded = trt.AttentionIOForm.PADDED_BHND
-    _refuse_unless(
+    refuse_unless(
         layer,
         {
             "norm_op": (attention.norm_op, trt.AttentionNormalizationOp.SOFTMAX),
@@ -332,8 +221,8 @@ def _read_attention(layer: Any, trt: ModuleType) -> Operation:
         },
     )
     mask_type = attention.mask.dtype if attention.mask else None
-    _refuse_unless(layer, {"mask": (mask_type, trt.DataType.BOOL)})
-    _refuse_unless(layer, {"inputs": (layer.num_inputs, 4)})
+    refuse_unless(layer, {"mask": (mask_type, trt.DataType.BOOL)})
+    refuse_unless(layer, {"inputs": (layer.num_inputs, 4)})
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
@@ -360,18 +249,18 @@ READERS: dict[str, Callable[[Any, ModuleType], Operation]] = {
     "CAST": _read_cast,
     "CONCATENATION": _read_concatenation,
     "CONSTANT": _read_constant,
-    "DEQUANTIZE": _read_dequantize,
-    "DYNAMIC_QUANTIZE": _read_dynamic_quantize,
+    "DEQUANTIZE": read_dequantize,
+    "DYNAMIC_QUANTIZE": read_dynamic_quantize,
     "ELEMENTWISE": _read_elementwise,
     "GATHER": _read_gather,
     "MATRIX_MULTIPLY": _read_matrix_multiply,
     "NORMALIZATION": _read_normalization,
-    "QUANTIZE": _read_quantize,
+    "QUANTIZE": read_quantize,
     "SHUFFLE": _read_shuffle,
 }
 
 # The layer types with a second output.
-SECOND_READERS = {"DYNAMIC_QUANTIZE": _read_dynamic_scales}
+SECOND_READERS = {"DYNAMIC_QUANTIZE": read_dynamic_scales}
 
 # These move values without computing any: their outputs are of the inputs' type already.
 MOVES_ONLY = frozenset({"ATTENTION_OUTPUT", "CONCATENATION", "GATHER", "SHUFFLE"})

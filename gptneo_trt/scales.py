@@ -21,7 +21,8 @@ REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "calibrate.py", "layers.py", "number_formats.py", "nvfp4.py", "operators.py", "reference.py",
+    "calibrate.py", "layers.py", "number_formats.py", "nvfp4.py", "operators.py",
+    "quantizing.py", "reference.py", "supported.py",
 )  # fmt: skip
 MEMBERS = {
     "activation_amax": dict,

@@ -27,7 +27,9 @@ SOURCES = (
     "network.py",
     "operators.py",
     "plan_worker.py",
+    "quantizing.py",
     "runtime.py",
+    "supported.py",
 )
 # TensorRT-RTX alone has these; create_config and create_context ask for the flavour first.
 GUARDED = {
@@ -90,9 +92,9 @@ VARIABLES = {
     ("interpreter.py", "_read_step", "tensor"): "ITensor",
     ("layers.py", "", "tensor"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
-    ("operators.py", "_block_shape", "layer"): "IQuantizeLayer",
-    ("operators.py", "_refuse_unless_quantizing", "tensor"): "ITensor",
-    ("operators.py", "_spread_of", "layer"): "IQuantizeLayer",
+    ("quantizing.py", "_block_shape", "layer"): "IQuantizeLayer",
+    ("quantizing.py", "_refuse_unless_quantizing", "tensor"): "ITensor",
+    ("quantizing.py", "_spread_of", "layer"): "IQuantizeLayer",
     ("runtime.py", "fp8_modules_of", "layer"): OTHER,
 }
 # Method or property -> what it gives.
@@ -311,14 +313,14 @@ def test_no_other_module_holds_the_tensorrt_module():
         ("blocks.py", ("INetworkDefinition", "add_dynamic_quantize")),
         ("blocks.py", ("IDynamicQuantizeLayer", "set_input")),
         ("blocks.py", ("IDequantizeLayer", "axis")),
-        ("operators.py", ("IDynamicQuantizeLayer", "block_size")),
-        ("operators.py", ("IQuantizeLayer", "block_shape")),
-        ("operators.py", ("Weights", "size")),
+        ("quantizing.py", ("IDynamicQuantizeLayer", "block_size")),
+        ("quantizing.py", ("IQuantizeLayer", "block_shape")),
+        ("quantizing.py", ("Weights", "size")),
         ("operators.py", ("IAttention", "causal_kind")),
         ("operators.py", ("INormalizationLayer", "is_v2")),
         ("operators.py", ("INormalizationLayer", "num_groups")),
         ("operators.py", ("IShuffleLayer", "zero_is_placeholder")),
-        ("operators.py", ("IQuantizeLayer", "axis")),
+        ("quantizing.py", ("IQuantizeLayer", "axis")),
         ("operators.py", ("LayerType", "ATTENTION_OUTPUT")),
         ("operators.py", ("AttentionIOForm", "PADDED_BHND")),
         ("plan_worker.py", ("IOptimizationProfile", "set_shape")),
