@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import T0, changed, fixed_scales, round_to_e4m3, tiny_checkpoint
 
-from gptneo_trt import blocks, layers, nvfp4
+from gptneo_trt import blocks, decoder, layers, nvfp4
 from gptneo_trt.backend import create_builder, create_network, log_collector
 from gptneo_trt.errors import BuildError, RunError
 from gptneo_trt.inspection import fingerprint, quantization_of
@@ -204,6 +204,19 @@ def test_the_largest_block_that_divides_is_taken():
     assert [blocks.int4_block("c_fc", width) for width in widths] == [64, 128, 64, 128, 128]
 
 
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_decode_gives_what_prefill_gives(build, wide, row):
+    """And sums in another order move logits a little: both by what float16 rounds, no more."""
+    ids = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
+    prefill, decode = (Interpreter(build(row, phase)) for phase in PHASES)
+    expected = decoder.prefill(prefill, wide.architecture, ids).logits
+    obtained = decoder.decode(decode, wide.architecture, ids).logits
+    np.testing.assert_allclose(obtained, expected, atol=0.05)
+    other = Interpreter(build(row, "prefill"), summation_order=1)
+    moved = decoder.prefill(other, wide.architecture, ids).logits
+    assert 0 < np.abs(moved - expected).max() < 0.05
+
+
 # Another network than the row's is seen
 
 
@@ -301,9 +314,9 @@ def test_nvfp4_is_refused_for_a_gpu_without_it(backend, wide, tmp_path):
 
 
 def test_plans_are_smaller_by_what_weights_hold_less(backend, bundled, tmp_path):
-    """INT4 saves a fifth of the weights' number in bytes over INT8 at least; NVFP4 most of fp16's.
+    """INT4 takes less than INT8, NVFP4 less than fp16, also beside the kernels that each needs.
 
-    It saves half of it; kernels take the rest on so small a checkpoint.
+    On so small a checkpoint kernels take more than half of what 4 bits save over 8.
     """
     rows = {
         "fp16": VARIANTS["fp16"],
