@@ -18,6 +18,7 @@ calibrate       Hugging Face model, tokens -> Scales
 scales          Scales <-> JSON
 backend         which TensorRT is here, and what differs between its flavours
 layers          pieces of a network: linear, layer norm, attention, quantize-dequantize
+blocks          products in INT4 and NVFP4, whose weights have a scale a block
 network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
 inspection      INetworkDefinition -> which projections are quantized; its fingerprint
 plans           network -> plan, in a child process; the plan cache
@@ -29,9 +30,12 @@ known_failures  what is expected to fail, where, and with which message, as rows
 runtime         plan -> ICudaEngine and context; what it computes in FP8
 engine          plan -> executor on the GPU
 cuda_graph      work on a GPU -> replay of one CUDA graph
-nvfp4           NVFP4: FP4 in blocks of 16 with FP8 block scales
+nvfp4           a weight in NVFP4: FP4 in blocks of 16 with FP8 block scales
 interpreter     INetworkDefinition -> executor on PyTorch, anywhere
 operators       what each TensorRT layer computes, in PyTorch
+quantizing      those of Quantize, Dequantize and DynamicQuantize
+supported       what readers of layers share
+number_formats  rounding to FP8, FP4, INT8 and INT4, in PyTorch
 summation       the same sums in another order, as another processor adds them
 decoder         tokens -> logits, K and V, through prefill or decode, over either executor
 timing          two executors -> ratio of their times with an interval

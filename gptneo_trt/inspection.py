@@ -3,12 +3,14 @@ which scales, and a fingerprint of all of it.
 
 A matrix product counts as quantized when both of its inputs come from a Dequantize whose own input
 comes from a Quantize to the row's format; of a row that leaves activations alone, when its weight
-does.
+does. In NVFP4 a constant or a DynamicQuantize is in the place of the Quantize, and the scale of
+the blocks comes from a Dequantize of its own.
 One quantized input, or two where one is asked for, is an error.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,8 +32,9 @@ class Quantization:
         modules: names of the quantized products, in network order.
         products: names of all matrix products, in network order.
         dequantize_types: the output types of their Dequantize layers, TensorRT's names.
-        activation_scales: module -> the float32 scale that its activation is quantized with.
-        weight_scale_counts: module -> scales of its weight, 1 or one a channel.
+        activation_scales: module -> the float32 scale that its activation is quantized with, in
+            NVFP4 the global one.
+        weight_scale_counts: module -> scales of its weight, 1, or one a channel or a block.
     """
 
     modules: tuple[str, ...]
@@ -50,13 +53,15 @@ def quantization_of(network: Network) -> Quantization:
     """
     definition, trt = network.definition, network.backend.trt
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
-    producer = {layer.get_output(0).name: layer for layer in layers}
+    producer = {
+        layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)
+    }
     products = {
         layer.name: _dequantized(layer, producer)
         for layer in layers
         if layer.type.name == "MATRIX_MULTIPLY"
     }
-    wrong = _strays(layers, products)
+    wrong = _strays(layers, products, producer)
     for name, inputs in products.items():
         wrong += _product_mismatches(name, inputs, producer, network)
     if wrong:
@@ -73,12 +78,12 @@ def quantization_of(network: Network) -> Quantization:
         products=tuple(products),
         dequantize_types=tuple(sorted(types)),
         activation_scales={
-            name: float(_scales_of(inputs[0], producer, trt)[0])
+            name: _activation_scale(inputs[0], producer, trt)
             for name, inputs in quantized.items()
             if 0 in inputs
         },
         weight_scale_counts={
-            name: len(_scales_of(inputs[1], producer, trt)) for name, inputs in quantized.items()
+            name: math.prod(inputs[1].get_input(1).shape) for name, inputs in quantized.items()
         },
     )
 
@@ -94,12 +99,20 @@ def _product_mismatches(
 ) -> list[str]:
     """Return what keeps a product from being quantized as its row says, or not at all."""
     types, number_format = network.backend.trt.DataType, network.variant.quantized_format.upper()
-    wanted = {"FP8": types.FP8, "INT8": types.INT8}[number_format]
-    wrong = [
-        f"{name}: {source.name} does not read an {number_format} Quantize of its own scale"
-        for source in inputs.values()
-        if not _reads_quantize(source, producer, wanted)
-    ]
+    if number_format == "NVFP4":
+        sources = ("DYNAMIC_QUANTIZE", "CONSTANT")
+        wrong = [
+            f"{name}: {source.name} does not read an NVFP4 {sources[side]} with scales of its own"
+            for side, source in inputs.items()
+            if not _reads_blocks(source, producer, (sources[side], types.FP4, types.FP8))
+        ]
+    else:
+        wanted = {"FP8": types.FP8, "INT8": types.INT8, "INT4": types.INT4}[number_format]
+        wrong = [
+            f"{name}: {source.name} does not read an {number_format} Quantize of its own scale"
+            for source in inputs.values()
+            if not _reads_quantize(source, producer, wanted)
+        ]
     sides = (0, 1) if network.variant.quantized_activations else (1,)
     if len(inputs) == 1 and sides == (0, 1):
         wrong.append(f"{name}: one input is {number_format}, the other is not")
@@ -108,18 +121,25 @@ def _product_mismatches(
     return wrong
 
 
-def _strays(layers: Sequence[Any], products: Mapping[str, Mapping[int, Any]]) -> list[str]:
+def _strays(
+    layers: Sequence[Any], products: Mapping[str, Mapping[int, Any]], producer: Mapping[str, Any]
+) -> list[str]:
     """Return each Quantize and Dequantize that no product reads."""
-    read = {
-        tensor.name
-        for inputs in products.values()
-        for source in inputs.values()
-        for tensor in (source.get_output(0), source.get_input(0))
-    }
+    read = set()
+    for inputs in products.values():
+        for source in inputs.values():
+            of_scale = producer.get(source.get_input(1).name)
+            tensors = (
+                source.get_output(0),
+                source.get_input(0),
+                of_scale and of_scale.get_output(0),
+            )
+            read |= {tensor.name for tensor in tensors if tensor}
     return [
         f"{layer.name}: quantizes, but at no product"
         for layer in layers
-        if layer.type.name in ("QUANTIZE", "DEQUANTIZE") and layer.get_output(0).name not in read
+        if layer.type.name in ("QUANTIZE", "DYNAMIC_QUANTIZE", "DEQUANTIZE")
+        and layer.get_output(0).name not in read
     ]
 
 
@@ -131,10 +151,31 @@ def _reads_quantize(layer: Any, producer: Mapping[str, Any], wanted: Any) -> boo
     return bool(source.get_input(1).name == layer.get_input(1).name)  # one scale, both ways
 
 
-def _scales_of(layer: Any, producer: Mapping[str, Any], trt: ModuleType) -> np.ndarray:
-    constant = producer[layer.get_input(1).name]
-    constant.__class__ = trt.IConstantLayer
-    return np.asarray(constant.weights).reshape(-1)
+def _reads_blocks(layer: Any, producer: Mapping[str, Any], wanted: tuple[str, Any, Any]) -> bool:
+    """Return whether a Dequantize reads FP4 of this kind of layer, and its blocks' FP8 scales."""
+    kind, values_type, scales_type = wanted
+    values, steps = layer.get_input(0), producer.get(layer.get_input(1).name)
+    source = producer.get(values.name)
+    if source is None or source.type.name != kind or values.dtype != values_type:
+        return False
+    if steps is None or steps.type.name != "DEQUANTIZE":
+        return False
+    scales = steps.get_input(0)
+    if scales.dtype != scales_type or producer[scales.name].type.name != kind:
+        return False
+    if kind == "CONSTANT":
+        return True
+    own_scales, own_global = source.get_output(1), source.get_input(1)
+    return bool((own_scales.name, own_global.name) == (scales.name, steps.get_input(1).name))
+
+
+def _activation_scale(layer: Any, producer: Mapping[str, Any], trt: ModuleType) -> float:
+    """Return the scale of a Dequantize; in NVFP4 that of its blocks' scales."""
+    source = producer[layer.get_input(1).name]
+    if source.type.name == "DEQUANTIZE":
+        source = producer[source.get_input(1).name]
+    source.__class__ = trt.IConstantLayer
+    return float(np.asarray(source.weights).reshape(-1)[0])
 
 
 def fingerprint(network: Network) -> str:
@@ -213,6 +254,8 @@ def _plain(value: Any, title: str, trt: ModuleType) -> Any:
         return value
     if isinstance(value, trt.ITensor):
         return value.name
+    if isinstance(value, trt.Weights):  # of a constant in FP4 or FP8
+        return [value.dtype.name, value.size, None]
     if isinstance(value, trt.IAttention):
         return _attributes(value, title, trt)
     if isinstance(value, trt.Dims | trt.Permutation):

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from gptneo_trt.errors import RunError
 from gptneo_trt.network import Network
-from gptneo_trt.operators import MOVES_ONLY, Operation, read_layer, rounding
+from gptneo_trt.operators import MOVES_ONLY, read_outputs, rounding
+from gptneo_trt.quantizing import read_packed
 from gptneo_trt.summation import keeps_its_axis, permuted, put_back, summed_axes
+from gptneo_trt.supported import Operation
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,11 @@ class Interpreter:
         self._types = {t.name: (t.dtype, tuple(t.shape), rounding(trt, t.dtype)) for t in inputs}
         self._output_names = tuple(t.name for t in outputs)
         layers = [definition.get_layer(i) for i in range(definition.num_layers)]
-        steps = [_read_step(layer, trt) for layer in layers]
+        steps = [step for layer in layers for step in _read_steps(layer, trt, network.packed)]
         if summation_order:
-            axes = [summed_axes(layer, trt) for layer in layers]
-            restored = [keeps_its_axis(layer) for layer in layers]
+            sources = [layer for layer in layers for _ in range(layer.num_outputs)]
+            axes = [summed_axes(layer, trt) for layer in sources]
+            restored = [keeps_its_axis(layer) for layer in sources]
             steps = _reordered(steps, axes, restored, summation_order)
         self._constants: dict[str, torch.Tensor] = {}
         self._steps = self._fold(steps)
@@ -145,17 +149,22 @@ class Interpreter:
             raise RunError(f"variant {name}, {phase}: inputs: {'; '.join(sorted(wrong))}")
 
 
-def _read_step(layer: Any, trt: ModuleType) -> _Step:
-    if layer.num_outputs != 1:
-        raise RunError(f"layer {layer.name}: {layer.num_outputs} outputs, expected 1")
-    name = layer.name
+def _read_steps(layer: Any, trt: ModuleType, packed: Mapping[str, np.ndarray]) -> list[_Step]:
+    """Return a step for each output of a layer."""
+    name, kind = layer.name, layer.type.name
     inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
     if any(tensor is None for tensor in inputs):
         raise RunError(f"layer {name}: an optional input is left out; add it to operators.py")
-    output = layer.get_output(0)
-    round_output = None if layer.type.name in MOVES_ONLY else rounding(trt, output.dtype)
-    names = tuple(tensor.name for tensor in inputs)
-    return _Step(name, read_layer(layer, trt), round_output, names, output.name)
+    if name in packed:
+        operations: tuple[Operation, ...] = (read_packed(layer, trt, packed[name]),)
+    else:
+        operations = read_outputs(layer, trt)
+    names, steps = tuple(tensor.name for tensor in inputs), []
+    for index, operation in enumerate(operations):
+        output = layer.get_output(index)
+        round_output = None if kind in MOVES_ONLY else rounding(trt, output.dtype)
+        steps.append(_Step(name, operation, round_output, names, output.name))
+    return steps
 
 
 def _reordered(

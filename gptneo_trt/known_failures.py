@@ -118,7 +118,7 @@ class KnownFailure:
     def hits(self, variant: Variant, phase: str, stage: str) -> bool:
         """Return whether the row is about this variant, phase and stage."""
         quantizes = not self.projections
-        if variant.number_format == "fp8":
+        if variant.is_calibrated and variant.quantized_format == "fp8":
             quantizes = quantizes or bool(set(self.projections) & set(variant.quantized))
         return quantizes and self.phase in ("", phase) and self.stage == stage
 

@@ -5,6 +5,7 @@ it carries that path and a suffix (``...c_fc.weight.quantize``). Source of the o
 "TensorRT Operator's Reference", docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,13 @@ import numpy as np
 from gptneo_trt import backend as backends
 from gptneo_trt.backend import Backend
 from gptneo_trt.errors import BuildError
+from gptneo_trt.nvfp4 import FP4_MAX, FP8_MAX
 
-FP8_MAX = 448.0  # largest finite E4M3 value, OCP 8-bit Floating Point Specification 1.0
-# Largest value of a quantized format; int8 is symmetric, so that 0 is exact.
-LARGEST = {"fp8": FP8_MAX, "int8": 127.0}
-# What it saturates at: INT8 reaches further down than up.
-FARTHEST = {"fp8": FP8_MAX, "int8": 128.0}
+NVFP4_MAX = FP4_MAX * FP8_MAX  # an FP4 value times an FP8 block scale
+# Largest value of a quantized format; integers are symmetric, so that 0 is exact.
+LARGEST = {"fp8": FP8_MAX, "int8": 127.0, "int4": 7.0, "nvfp4": NVFP4_MAX}
+# What it saturates at: integers reach further down than up.
+FARTHEST = {"fp8": FP8_MAX, "int8": 128.0, "int4": 8.0, "nvfp4": NVFP4_MAX}
 NUMPY_TYPES: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
 
 
@@ -31,18 +33,21 @@ class Graph:
         network: the ``INetworkDefinition``.
         compute_type: "fp16" or "fp32".
         arrays: every array handed to TensorRT, which does not copy them.
+        packed: layer name -> uint8 bytes of a constant of FP4 or FP8; TensorRT refers to them, but
+            shows none of them, unlike those of other types.
     """
 
     backend: Backend
     network: Any
     compute_type: str
     arrays: list[np.ndarray] = field(default_factory=list)
+    packed: dict[str, np.ndarray] = field(default_factory=dict)
 
     def data_type(self, name: str) -> Any:
-        """Return the ``DataType`` of "fp32", "fp16", "fp8" or "int8"."""
+        """Return the ``DataType`` of "fp32", "fp16", "fp8", "int8", "int4" or "fp4"."""
         types = self.backend.trt.DataType
         known = {"fp32": types.FLOAT, "fp16": types.HALF, "fp8": types.FP8, "int8": types.INT8}
-        return known[name]
+        return (known | {"int4": types.INT4, "fp4": types.FP4})[name]
 
     def named(self, layer: Any, name: str) -> Any:
         """Name a layer and its output; return the output tensor.
@@ -69,8 +74,8 @@ class LinearWeights:
         bias: float32 or float16 [out], or None.
         activation_scale: float32 scale of the quantized input; None for an input that is not.
         dequantize_type: output type of Dequantize, "fp16" or "fp32".
-        quantized_format: "fp8" or "int8", of what is quantized.
-        weight_scales: "tensor" or "channel".
+        quantized_format: of what is quantized, see ``Variant``.
+        weight_scales: "tensor", "channel" or "block".
         weight_only: whether the weight is quantized although the input is not.
     """
 
@@ -95,6 +100,19 @@ def add_constant(graph: Graph, name: str, array: np.ndarray) -> Any:
     trt = graph.backend.trt
     layer = graph.network.add_constant(trt.Dims(array.shape), trt.Weights(array))
     return graph.named(layer, name)
+
+
+def add_packed(
+    graph: Graph, name: str, stored: np.ndarray, type_name: str, shape: tuple[int, ...]
+) -> Any:
+    """Add a constant of "fp4" or "fp8" of a shape, whose bytes are ``stored``; return its tensor.
+
+    ``stored``: uint8; of FP4 two values a byte, the first in the low 4 bits.
+    """
+    graph.packed[name] = np.asarray(stored, order="C")
+    trt, size = graph.backend.trt, math.prod(shape)
+    weights = trt.Weights(graph.data_type(type_name), graph.packed[name].ctypes.data, size)
+    return graph.named(graph.network.add_constant(trt.Dims(shape), weights), name)
 
 
 def add_weight(graph: Graph, name: str, array: np.ndarray, type_name: str) -> Any:
@@ -230,12 +248,17 @@ def add_linear(graph: Graph, name: str, tensor: Any, weights: LinearWeights) -> 
     else:
         tensor = add_cast(graph, f"{name}.input.cast", tensor, product_type)
     product = graph.network.add_matrix_multiply(tensor, none, weight_tensor, none)
-    output = graph.named(product, name)
-    if weights.bias is not None:
-        bias = weights.bias[None, None]
-        bias_tensor = add_weight(graph, f"{name}.bias", bias, product_type)
-        output = add_elementwise(graph, f"{name}.bias_add", output, bias_tensor, "SUM")
-    return add_cast(graph, f"{name}.cast", output, graph.compute_type)
+    return add_bias(graph, name, graph.named(product, name), weights.bias, product_type)
+
+
+def add_bias(
+    graph: Graph, name: str, product: Any, bias: np.ndarray | None, product_type: str
+) -> Any:
+    """Add a product's bias in its own type; return [B, T, out] in the graph's type."""
+    if bias is not None:
+        bias_tensor = add_weight(graph, f"{name}.bias", bias[None, None], product_type)
+        product = add_elementwise(graph, f"{name}.bias_add", product, bias_tensor, "SUM")
+    return add_cast(graph, f"{name}.cast", product, graph.compute_type)
 
 
 def _add_rounded_weight(graph: Graph, name: str, weights: LinearWeights) -> Any:

@@ -16,12 +16,12 @@ Clearing the cache and writing the new rows back is the caller's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from gptneo_trt import layers
+from gptneo_trt import blocks, layers
 from gptneo_trt.backend import Backend, create_builder, create_network, log_collector, refuse_none
 from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, CalibrationError
@@ -45,6 +45,7 @@ class Network:
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
         arrays: constants that TensorRT refers to without copying.
+        packed: layer name -> the bytes of its FP4 or FP8 constant, see ``Graph``.
     """
 
     backend: Backend
@@ -55,6 +56,7 @@ class Network:
     phase: str
     context: int
     arrays: tuple[np.ndarray, ...]
+    packed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ def build_network(
     except BuildError as error:
         what = f"variant {variant.name}, {phase}: {error.message}"
         raise BuildError(what, tuple(log.lines)) from error
-    arrays = tuple(graph.arrays)
-    return Network(backend, builder, definition, log, variant, phase, context, arrays)
+    arrays, packed = tuple(graph.arrays), graph.packed
+    return Network(backend, builder, definition, log, variant, phase, context, arrays, packed)
 
 
 def head_weight(architecture: Architecture) -> str:
@@ -317,7 +319,9 @@ def _add_block(
 
     def linear(path: str, tensor: Any) -> Any:
         name = f"{block}.{path}"
-        return layers.add_linear(graph, name, tensor, linears[name])
+        weights = linears[name]
+        add = blocks.add_linear if weights.weight_scales == "block" else layers.add_linear
+        return add(graph, name, tensor, weights)
 
     normal = _add_norm(graph, checkpoint, f"{block}.ln_1", hidden)
     query, key, value = (

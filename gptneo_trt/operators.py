@@ -6,8 +6,8 @@ in front: the texts evaluated together, of size N or, for constants, 1. Floating
 held as float32; ``rounding`` brings them to the declared type of a tensor.
 
 Source of every rule: "TensorRT Operator's Reference", one page a layer type,
-docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators; of FP8 rounding (to nearest even,
-saturating): the page "Quantize" and "OCP 8-bit Floating Point Specification".
+docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators; of the quantized formats'
+rounding: ``number_formats``.
 """
 
 from collections.abc import Callable
@@ -19,34 +19,17 @@ import torch
 from torch.nn import functional
 
 from gptneo_trt.errors import RunError
+from gptneo_trt.number_formats import to_fp4, to_fp8, to_int4, to_int8
+from gptneo_trt.quantizing import (
+    read_dequantize,
+    read_dynamic_quantize,
+    read_dynamic_scales,
+    read_quantize,
+)
+from gptneo_trt.supported import Operation, refuse_unless
 
-Operation = Callable[..., torch.Tensor]
-FP8_MAX = 448.0
-# Bit patterns of float32, whose exponent starts at bit 23 with a bias of 127.
-FLOAT32_EXPONENT = 0xFF << 23
-E4M3_SMALLEST_NORMAL = (127 - 6) << 23  # 2^-6
-TWENTY = 20 << 23  # from 2^exponent to 2^23 steps of 2^(exponent - 3)
 # MKL sums a product of 1 to 3 rows in another order than one of more; 16 is well beyond that.
 FEWEST_ROWS = 16
-
-
-def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """Round float32 to FP8 E4M3: nearest even, saturating at 448; NaN stays NaN.
-
-    E4M3 has steps of 2^(exponent - 3), and of 2^-9 below 2^-6. Adding and subtracting 1.5 * 2^23
-    steps leaves a multiple of the step, because float32 has 24 bits and adds to nearest even.
-    The values are those of a saturating cast to ``torch.float8_e4m3fn`` (tested over every value
-    and midpoint), in less than half its time.
-    """
-    clamped = tensor.clamp(-FP8_MAX, FP8_MAX)
-    exponent = clamped.view(torch.int32) & FLOAT32_EXPONENT
-    steps = exponent.clamp_(min=E4M3_SMALLEST_NORMAL).add_(TWENTY).view(torch.float32).mul_(1.5)
-    return clamped.add_(steps).sub_(steps)
-
-
-def to_int8(tensor: torch.Tensor) -> torch.Tensor:
-    """Round float32 to an integer of 8 bits: nearest even, saturating at -128 and 127."""
-    return tensor.round().clamp(-128, 127)
 
 
 def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
@@ -62,26 +45,17 @@ def rounding(trt: ModuleType, data_type: Any) -> Operation | None:
         return lambda tensor: tensor.to(torch.float16).to(torch.float32)
     if data_type == types.BF16:
         return lambda tensor: tensor.to(torch.bfloat16).to(torch.float32)
-    if data_type == types.FP8:
-        return to_fp8
-    if data_type == types.INT8:
-        return to_int8
+    quantized = {types.FP8: to_fp8, types.INT8: to_int8, types.INT4: to_int4, types.FP4: to_fp4}
+    if data_type in quantized:
+        return quantized[data_type]
     raise RunError(f"tensor type {data_type}: the interpreter does not know it; add it here")
-
-
-def _refuse_unless(layer: Any, expected: dict[str, tuple[Any, Any]]) -> None:
-    """Raise RunError naming every attribute whose obtained value is not the supported one."""
-    wrong = sorted(
-        f"{name} = {obtained!r} (supported: {wanted!r})"
-        for name, (obtained, wanted) in expected.items()
-        if obtained != wanted
-    )
-    if wrong:
-        raise RunError(f"layer {layer.name} ({layer.type}): {'; '.join(wrong)}; add it here")
 
 
 def _read_constant(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IConstantLayer
+    if not isinstance(layer.weights, np.ndarray):
+        data_type = layer.weights.dtype
+        raise RunError(f"layer {layer.name}: TensorRT shows no values of {data_type}; add it here")
     array = np.array(layer.weights, copy=True).reshape(tuple(layer.shape))
     tensor = torch.from_numpy(array)[None]
     tensor = tensor.float() if tensor.is_floating_point() else tensor
@@ -92,7 +66,7 @@ def _read_gather(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IGatherLayer
     obtained = (layer.axis, layer.mode, layer.num_elementwise_dims)
     supported = (0, trt.GatherMode.DEFAULT, 0)
-    _refuse_unless(layer, {"axis, mode, num_elementwise_dims": (obtained, supported)})
+    refuse_unless(layer, {"axis, mode, num_elementwise_dims": (obtained, supported)})
 
     def gather(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if table.shape[0] != 1:
@@ -107,7 +81,7 @@ def _read_shuffle(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.IShuffleLayer
     rank = len(layer.get_input(0).shape)
     first, second = tuple(layer.first_transpose), tuple(layer.second_transpose)
-    _refuse_unless(
+    refuse_unless(
         layer,
         {
             "zero_is_placeholder": (layer.zero_is_placeholder, True),
@@ -188,7 +162,7 @@ def _rows_times(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _read_normalization(layer: Any, trt: ModuleType) -> Operation:
     layer.__class__ = trt.INormalizationLayer
     rank = len(layer.get_input(0).shape)
-    _refuse_unless(
+    refuse_unless(
         layer,
         {
             "is_v2": (layer.is_v2, True),
@@ -228,56 +202,12 @@ def _read_cast(layer: Any, trt: ModuleType) -> Operation:
     return lambda tensor: tensor
 
 
-def _scale_shape(layer: Any, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what spreads a scale over the data: as it is, or along the layer's axis."""
-    scale_rank = len(layer.get_input(1).shape)
-    if scale_rank == 0:
-        return lambda scale: scale
-    if scale_rank == 1 and 0 <= layer.axis < rank:
-        shape = [1] * (rank + 1)
-        shape[layer.axis + 1] = -1
-        return lambda scale: scale.reshape(shape)
-    raise RunError(
-        f"layer {layer.name}: scale of rank {scale_rank}, axis {layer.axis}; add it here"
-    )
-
-
-def _is_quantized(data_type: Any, trt: ModuleType) -> bool:
-    return data_type in (trt.DataType.FP8, trt.DataType.INT8)
-
-
-def _read_quantize(layer: Any, trt: ModuleType) -> Operation:
-    layer.__class__ = trt.IQuantizeLayer
-    _refuse_unless(
-        layer,
-        {
-            "inputs": (layer.num_inputs, 2),
-            "to a quantized type": (_is_quantized(layer.get_output(0).dtype, trt), True),
-        },
-    )
-    spread = _scale_shape(layer, len(layer.get_input(0).shape))
-    return lambda tensor, scale: tensor / spread(scale)
-
-
-def _read_dequantize(layer: Any, trt: ModuleType) -> Operation:
-    layer.__class__ = trt.IDequantizeLayer
-    _refuse_unless(
-        layer,
-        {
-            "inputs": (layer.num_inputs, 2),
-            "from a quantized type": (_is_quantized(layer.get_input(0).dtype, trt), True),
-        },
-    )
-    spread = _scale_shape(layer, len(layer.get_input(0).shape))
-    return lambda tensor, scale: tensor * spread(scale)
-
-
 def _read_attention(layer: Any, trt: ModuleType) -> Operation:
     """Read softmax(q k^T + mask) v; scores and softmax in float32, rounded once at the end."""
     layer.__class__ = trt.IAttentionInputLayer
     attention = layer.attention
     padded = trt.AttentionIOForm.PADDED_BHND
-    _refuse_unless(
+    refuse_unless(
         layer,
         {
             "norm_op": (attention.norm_op, trt.AttentionNormalizationOp.SOFTMAX),
@@ -291,8 +221,8 @@ def _read_attention(layer: Any, trt: ModuleType) -> Operation:
         },
     )
     mask_type = attention.mask.dtype if attention.mask else None
-    _refuse_unless(layer, {"mask": (mask_type, trt.DataType.BOOL)})
-    _refuse_unless(layer, {"inputs": (layer.num_inputs, 4)})
+    refuse_unless(layer, {"mask": (mask_type, trt.DataType.BOOL)})
+    refuse_unless(layer, {"inputs": (layer.num_inputs, 4)})
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
@@ -319,21 +249,25 @@ READERS: dict[str, Callable[[Any, ModuleType], Operation]] = {
     "CAST": _read_cast,
     "CONCATENATION": _read_concatenation,
     "CONSTANT": _read_constant,
-    "DEQUANTIZE": _read_dequantize,
+    "DEQUANTIZE": read_dequantize,
+    "DYNAMIC_QUANTIZE": read_dynamic_quantize,
     "ELEMENTWISE": _read_elementwise,
     "GATHER": _read_gather,
     "MATRIX_MULTIPLY": _read_matrix_multiply,
     "NORMALIZATION": _read_normalization,
-    "QUANTIZE": _read_quantize,
+    "QUANTIZE": read_quantize,
     "SHUFFLE": _read_shuffle,
 }
+
+# The layer types with a second output.
+SECOND_READERS = {"DYNAMIC_QUANTIZE": read_dynamic_scales}
 
 # These move values without computing any: their outputs are of the inputs' type already.
 MOVES_ONLY = frozenset({"ATTENTION_OUTPUT", "CONCATENATION", "GATHER", "SHUFFLE"})
 
 
 def read_layer(layer: Any, trt: ModuleType) -> Operation:
-    """Return what a layer computes.
+    """Return what the first output of a layer is.
 
     Raises:
         RunError: a layer type or an attribute that has no reader; nothing is ever skipped.
@@ -342,3 +276,17 @@ def read_layer(layer: Any, trt: ModuleType) -> Operation:
     if kind not in READERS:
         raise RunError(f"layer {layer.name}: type {kind} has no reader in operators.READERS")
     return READERS[kind](layer, trt)
+
+
+def read_outputs(layer: Any, trt: ModuleType) -> tuple[Operation, ...]:
+    """Return what each output of a layer is.
+
+    Raises:
+        RunError: see ``read_layer``; or a layer with more outputs than are known.
+    """
+    kind = layer.type.name
+    expected = 2 if kind in SECOND_READERS else 1
+    if layer.num_outputs != expected:
+        raise RunError(f"layer {layer.name}: {layer.num_outputs} outputs, expected {expected}")
+    first = read_layer(layer, trt)
+    return (first, SECOND_READERS[kind](layer, trt)) if expected == 2 else (first,)

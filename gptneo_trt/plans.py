@@ -34,9 +34,12 @@ from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
 MIB = 1 << 20
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "backend.py", "data.py", "layers.py", "network.py", "plan_worker.py", "smoothing.py",
+    "backend.py", "blocks.py", "data.py", "layers.py", "network.py", "nvfp4.py", "plan_worker.py",
+    "smoothing.py",
     "variants.py",
 )  # fmt: skip
+# Number format -> what its plans are built for where no GPU runs them: the default may be older.
+ABSENT_GPU = {"nvfp4": ("12.0",)}
 LAST_LINES = 12  # of a dead worker's output, enough to hold TensorRT's own last words
 REMEDY = "build it again"
 # Of the pipes of a worker whose own child outlives it.
@@ -54,7 +57,8 @@ class PlanRequest:
         scales: calibrated ranges, or None for a row that quantizes nothing.
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
-        capabilities: compute capabilities, for example ("8.9", "12.0"); empty for the default.
+        capabilities: compute capabilities, for example ("8.9", "12.0"); empty for the default of
+            the row, see ``built_for``.
         gpu: name and driver of the GPU that will run the plan; "" when nothing will.
     """
 
@@ -73,6 +77,13 @@ class PlanRequest:
         row, number_format = self.variant.name, self.variant.number_format
         gpu = self.gpu or "no GPU"
         return f"variant {row}, {self.phase}, {self.backend.target}, {number_format}, {gpu}"
+
+    @property
+    def built_for(self) -> tuple[str, ...]:
+        """Return the compute capabilities that are asked for; empty for TensorRT's default."""
+        if self.capabilities or self.gpu or self.backend.builds_for_gpu_at_hand:
+            return self.capabilities
+        return ABSENT_GPU.get(self.variant.number_format, ())
 
     @property
     def bound_to(self) -> str:
@@ -105,7 +116,7 @@ def _job(request: PlanRequest) -> dict[str, Any]:
     return {
         "flavour": request.backend.flavour,
         "version": request.backend.version,
-        "capabilities": list(request.capabilities),
+        "capabilities": list(request.built_for),
         "gpu": request.bound_to,
         "architecture": asdict(checkpoint.architecture),
         "checkpoint_sha256": checkpoint.sha256,
@@ -183,7 +194,7 @@ def _identity(plan_path: Path, request: PlanRequest) -> dict[str, Any]:
         "plan": plan_path.name,
         "flavour": request.backend.flavour,
         "version": request.backend.version,
-        "capabilities": list(request.capabilities),
+        "capabilities": list(request.built_for),
     }
     return identity | ({"gpu": request.gpu} if request.bound_to else {})
 

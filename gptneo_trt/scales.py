@@ -21,7 +21,10 @@ CONSTANT_AMAX = 4.0
 REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
 FOLDER = Path(__file__).parent
-SOURCES = ("calibrate.py", "layers.py", "operators.py", "reference.py", "smoothing.py")
+SOURCES = (
+    "calibrate.py", "layers.py", "number_formats.py", "nvfp4.py", "operators.py",
+    "quantizing.py", "reference.py", "smoothing.py", "supported.py",
+)  # fmt: skip
 MEMBERS = {
     "activation_amax": dict,
     "method": str,

@@ -82,8 +82,9 @@ _ROWS = (
 )
 TARGETS = {row.name: row for row in _ROWS}
 # Number format -> oldest compute capability whose tensor cores multiply it: "Hardware and
-# Precision" of TensorRT's support matrix. Other formats run everywhere.
-NEEDED_CAPABILITIES = {"fp8": "8.9", "nvfp4": "10.0"}
+# Precision" of TensorRT's support matrix; of INT4, for which TensorRT-RTX 1.6 builds. Other
+# formats run everywhere.
+NEEDED_CAPABILITIES = {"fp8": "8.9", "int4": "8.0", "nvfp4": "10.0"}
 
 
 def gpu_at_hand() -> Gpu | None:
@@ -173,7 +174,7 @@ def format_mismatch(number_format: str, compute_capability: str) -> str | None:
     """Return why a GPU cannot multiply a number format, or None: it can.
 
     Args:
-        number_format: "fp32", "fp16", "fp8" or "nvfp4".
+        number_format: of a row, see ``Variant.number_format``.
         compute_capability: for example "8.9".
     """
     needed = NEEDED_CAPABILITIES.get(number_format)

@@ -27,8 +27,10 @@ HEAD = "lm_head"  # outside the blocks; a tied one is the embedding
 KINDS = (*PROJECTIONS, HEAD)
 RECIPE = ("q_proj", "k_proj", "v_proj", "c_fc", "c_proj")
 TYPES = ("fp32", "fp16")
-FORMATS = ("fp8", "int8")
-WEIGHT_SCALES = ("tensor", "channel")
+FORMATS = ("fp8", "int8", "int4", "nvfp4")
+# Formats with a scale for every block of a weight's input axis, and no other.
+BLOCK_FORMATS = ("int4", "nvfp4")
+WEIGHT_SCALES = ("tensor", "channel", "block")
 CALIBRATIONS = ("max", "percentile", "mse")
 SMOOTHINGS = ("", "smoothquant")
 # Field -> what it may be.
@@ -55,8 +57,10 @@ class Variant:
         dequantize_type: output type of Dequantize, and so of the quantized products.
         activation_scale_factor: multiplies every calibrated activation scale.
         float_edge_layers: blocks left unquantized at each end.
-        quantized_format: "fp8" (E4M3) or "int8", of weights and of the activations they multiply.
-        weight_scales: one a "tensor", or one an output "channel".
+        quantized_format: "fp8" (E4M3), "int8" or "nvfp4", of weights and of the activations they
+            multiply; "int4", of weights alone.
+        weight_scales: one a "tensor", one an output "channel", or, of "int4" and "nvfp4" and of
+            nothing else, one a "block" of the input axis.
         quantized_activations: False quantizes weights alone; they are multiplied in compute_type.
         calibration: how the range of an activation is found: its largest value ("max"), the
             99.99 % quantile ("percentile"), or the smallest mean squared error ("mse").
@@ -65,7 +69,8 @@ class Variant:
 
     Raises:
         VariantError: an unknown or empty set of projections, an unknown type, a factor that is
-            not positive, settings that exclude each other; all of them in one message.
+            not positive, settings or a format that exclude each other; all of them in one
+            message.
     """
 
     name: str
@@ -108,8 +113,22 @@ class Variant:
             wrong.append("its activations are not quantized, so nothing of them is calibrated")
         if self.smoothing and self.calibration != "max":
             wrong.append(f"{self.smoothing} has the largest values alone, not {self.calibration}")
+        wrong += self._format_mismatches()
         if wrong:
             raise VariantError(f"variant {self.name!r}: " + "; ".join(wrong))
+
+    def _format_mismatches(self) -> list[str]:
+        """Return what a format does not allow."""
+        wrong, name = [], self.quantized_format
+        if name in BLOCK_FORMATS and self.weight_scales != "block":
+            wrong.append(f"weight_scales {self.weight_scales!r} of {name}, expected 'block'")
+        if name not in BLOCK_FORMATS and self.weight_scales == "block":
+            wrong.append(f"weight_scales 'block' of {name}, expected 'tensor' or 'channel'")
+        if name == "int4" and self.quantized_activations:
+            wrong.append("int4 is of weights alone; set quantized_activations to False")
+        if name == "nvfp4" and self.calibration == "mse":
+            wrong.append("calibration 'mse' of nvfp4, expected 'max' or 'percentile'")
+        return wrong
 
     @property
     def is_calibrated(self) -> bool:
@@ -127,9 +146,11 @@ class Variant:
 
     @property
     def number_format(self) -> str:
-        """Return the narrowest format that it multiplies: a quantized one, or its compute type."""
-        quantizes = self.quantized and self.quantized_activations
-        return self.quantized_format if quantizes else self.compute_type
+        """Return the narrowest format in its plan: a quantized one, or its compute type.
+
+        TensorRT-RTX refuses a GPU that does not multiply a format even where weights alone have it.
+        """
+        return self.quantized_format if self.quantized else self.compute_type
 
     def quantized_modules(self, num_layers: int) -> tuple[str, ...]:
         """Return the quantized module paths, ``transformer.h.0.mlp.c_fc`` or ``lm_head``, in order.

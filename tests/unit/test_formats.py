@@ -1,6 +1,8 @@
 """Other formats and calibrations lose what ModelOpt's own simulation of them loses."""
 
+import copy
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +43,25 @@ ROWS = {
     "int8, mse": replace(RECIPE_ROW, quantized_format="int8", calibration="mse"),
     "int8, smoothquant": VARIANTS["int8-smoothquant"],
     "fp8, head": VARIANTS["fp8-lm_head"],
+}
+BLOCK_ROWS = {
+    "int4": Variant(
+        "int4",
+        "",
+        RECIPE,
+        quantized_format="int4",
+        weight_scales="block",
+        quantized_activations=False,
+    ),
+    "nvfp4": replace(RECIPE_ROW, quantized_format="nvfp4", weight_scales="block"),
+    "nvfp4, weights": Variant(
+        "nvfp4-weights",
+        "",
+        RECIPE,
+        quantized_format="nvfp4",
+        weight_scales="block",
+        quantized_activations=False,
+    ),
 }
 WEIGHT_ONLY = {
     "fp8": Variant("fp8-weights", "", RECIPE, quantized_activations=False),
@@ -95,6 +116,81 @@ def simulated(bundled, row):
         return quantized(ids, use_cache=False).logits.numpy()
 
 
+def simulated_in_blocks(bundled, row):
+    """Return the logits of ModelOpt's simulation of a row whose weights are in blocks.
+
+    Its NVFP4 rounds on a GPU alone: a backend of ours calls what ModelOpt stores weights with.
+    """
+    quantization = import_module("modelopt.torch.quantization")  # late: it takes seconds
+    base = {"int4": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
+    config = copy.deepcopy(getattr(quantization, base[row.quantized_format]))
+    rules = {rule["quantizer_name"]: rule.get("cfg") for rule in config["quant_cfg"]}
+    config["quant_cfg"] = [{"quantizer_name": "*", "enable": False}]
+    for module in bundled.modules:
+        for part in ("input", "weight") if row.quantized_activations else ("weight",):
+            cfg = copy.deepcopy(rules[f"*{part}_quantizer"])
+            if row.quantized_format == "nvfp4":
+                cfg["backend"] = "nvfp4"
+            else:
+                width = bundled.checkpoint.weights[f"{module}.weight"].shape[1]
+                cfg["block_sizes"][-1] = 128 if width % 128 == 0 else 64
+            name = f"{module}.{part}_quantizer"
+            config["quant_cfg"].append({"quantizer_name": name, "cfg": cfg, "enable": True})
+    texts = [torch.from_numpy(ids.astype(np.int64))[None] for ids in bundled.text.token_ids]
+    model, ids = copy.deepcopy(bundled.model), torch.from_numpy(bundled.tokens.astype(np.int64))
+    quantization.nn.register_quant_backend("nvfp4", nvfp4_of_modelopt)
+    try:
+        with torch.inference_mode():
+            quantization.quantize(model, config, lambda each: [each(text) for text in texts])
+            return model(ids, use_cache=False).logits.numpy()
+    finally:
+        quantization.nn.unregister_quant_backend("nvfp4")
+
+
+def nvfp4_of_modelopt(tensor, quantizer):
+    """Return what ModelOpt stores a tensor as in NVFP4, with the range of its quantizer."""
+    stores = import_module("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    scale = stores.get_weights_scaling_factor_2_from_quantizer(quantizer)
+    stored, block_scales, _ = stores.quantize(tensor, 16, None, scale)
+    options = {"scale": block_scales, "double_scale": scale, "block_sizes": {-1: 16}}
+    return stored.dequantize(dtype=tensor.dtype, **options)
+
+
+def rounded_in_blocks(tensor, amax, row):
+    """Return a float64 tensor [..., I] rounded as the row says, by the formats' definitions."""
+    if row.quantized_format == "int4":
+        blocks = tensor.unflatten(-1, (-1, 128 if tensor.shape[-1] % 128 == 0 else 64))
+        steps = blocks.abs().amax(-1, keepdim=True) / 7
+        return ((blocks / steps).round().clamp(-8, 7) * steps).flatten(-2)
+    blocks, largest = tensor.unflatten(-1, (-1, 16)), amax / 6 / 448
+    scales = (blocks.abs().amax(-1, keepdim=True) / 6 / largest).clamp(max=448)
+    steps = scales.to(torch.float8_e4m3fn).double() * largest
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    table = torch.cat((-table.flip(0)[:-1], table))
+    nearest = ((blocks / steps.clamp(min=1e-30)).unsqueeze(-1) - table).abs().argmin(-1)
+    return (table[nearest] * steps).flatten(-2)
+
+
+def simulated_by_definition(bundled, row):
+    """Return the logits of Hugging Face's model with the row's rounding put in by hand."""
+    model, largest = copy.deepcopy(bundled.model), bundled.scales.ranges("max")
+
+    def rounds(amax):
+        return lambda _, inputs: rounded_in_blocks(inputs[0].double(), amax, row).float()
+
+    with torch.inference_mode():
+        for module in map(model.get_submodule, bundled.modules):
+            weight = module.weight.double()
+            module.weight = torch.nn.Parameter(
+                rounded_in_blocks(weight, weight.abs().max(), row).float(), requires_grad=False
+            )
+        if row.quantized_activations:
+            for name in bundled.modules:
+                model.get_submodule(name).register_forward_pre_hook(rounds(largest[name]))
+        ids = torch.from_numpy(bundled.tokens.astype(np.int64))
+        return model(ids, use_cache=False).logits.numpy()
+
+
 def interpreted(backend, bundled, row):
     """Return the logits of the row's prefill network."""
     network = build_network(backend, bundled.checkpoint, row, bundled.scales, "prefill", 256)
@@ -106,6 +202,16 @@ def interpreted(backend, bundled, row):
 def test_row_loses_what_modelopt_s_simulation_loses(backend, bundled, row):
     """The interpreted row is as far from float32 as ModelOpt's own simulation, within 10 %."""
     simulation = kl_nats(bundled.expected, simulated(bundled, row)).mean()
+    obtained = kl_nats(bundled.expected, interpreted(backend, bundled, row)).mean()
+    assert obtained == pytest.approx(simulation, rel=0.1)
+
+
+@pytest.mark.parametrize("simulate", [simulated_in_blocks, simulated_by_definition])
+@pytest.mark.parametrize("name", BLOCK_ROWS)
+def test_row_in_blocks_loses_what_its_simulation_loses(backend, bundled, name, simulate):
+    """So is one with a scale a block: by ModelOpt's arithmetic, and by the formats' definitions."""
+    row = BLOCK_ROWS[name]
+    simulation = kl_nats(bundled.expected, simulate(bundled, row)).mean()
     obtained = kl_nats(bundled.expected, interpreted(backend, bundled, row)).mean()
     assert obtained == pytest.approx(simulation, rel=0.1)
 
@@ -186,6 +292,16 @@ def test_a_row_without_ranges_of_its_calibration_is_refused(backend, bundled):
         ({"calibration": "entropy"}, "calibration 'entropy', expected one of"),
         ({"quantized_activations": False, "calibration": "mse"}, "activations are not quantized"),
         ({"quantized": (), "weight_scales": "channel"}, "it quantizes nothing"),
+        ({"weight_scales": "block"}, "'block' of fp8, expected 'tensor' or 'channel'"),
+        ({"quantized_format": "nvfp4"}, "weight_scales 'tensor' of nvfp4, expected 'block'"),
+        (
+            {"quantized_format": "int4", "weight_scales": "channel"},
+            "'channel' of int4, expected 'block'; int4 is of weights alone",
+        ),
+        (
+            {"quantized_format": "nvfp4", "weight_scales": "block", "calibration": "mse"},
+            "calibration 'mse' of nvfp4, expected 'max' or 'percentile'",
+        ),
         ({"quantized": (), "name": "int8"}, "it quantizes nothing"),
     ],
 )

@@ -225,7 +225,11 @@ def test_variants_are_hit_by_what_they_quantize():
 def test_all_projections_are_every_fp8_row():
     """All kinds are the rows that multiply anything in FP8; none at all is every row."""
     fp8 = {name for name, row in VARIANTS.items() if RTX_NO_GPU.hits(row, "decode", "build")}
-    assert fp8 == {name for name, row in VARIANTS.items() if row.number_format == "fp8"}
+    assert fp8 == {
+        name
+        for name, row in VARIANTS.items()
+        if row.is_calibrated and row.quantized_format == "fp8"
+    }
     assert fp8
     assert fp8.isdisjoint({"int8", "fp8-weights", "fp16"})
     assert all(RTX_9_0.hits(row, "prefill", "deserialize") for row in VARIANTS.values())

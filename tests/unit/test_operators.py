@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import e4m3_values, round_to_e4m3
 
+from gptneo_trt import nvfp4
 from gptneo_trt.backend import create_network, log_collector
 from gptneo_trt.errors import RunError
-from gptneo_trt.operators import READERS, read_layer, rounding, to_fp8
+from gptneo_trt.number_formats import to_fp4, to_fp8, to_int4
+from gptneo_trt.operators import READERS, read_layer, read_outputs, rounding
+from gptneo_trt.quantizing import read_packed
 
 # Case C-06: obtained -> expected.
 FP8_VALUES = {
@@ -114,7 +117,7 @@ def test_exact_types_are_not_rounded(backend, name):
     assert rounding(backend.trt, getattr(backend.trt.DataType, name)) is None
 
 
-@pytest.mark.parametrize("name", ["UINT8", "INT4", "FP4"])
+@pytest.mark.parametrize("name", ["UINT8", "E8M0"])
 def test_unknown_types_are_refused(backend, name):
     """A type that is not known is an error that names it."""
     with pytest.raises(RunError, match=f"tensor type DataType.{name}: the interpreter does not"):
@@ -189,15 +192,47 @@ def float_mask(kit):
     return attention(kit, mask=mask)
 
 
-def dequantize_int4(kit):
-    """Add a Dequantize of INT4 values."""
-    tensor = kit.network.add_input("int4", kit.trt.DataType.INT4, (2, 4))
+def dequantize_uint8(kit):
+    """Add a Dequantize of values that are of no quantized format."""
+    tensor = kit.network.add_input("uint8", kit.trt.DataType.UINT8, (2, 4))
     return kit.network.add_dequantize(tensor, kit.scale, kit.trt.DataType.FLOAT)
 
 
-def block_quantize(kit):
-    """Add a Quantize with a scale for every value."""
-    return kit.network.add_quantize(kit.x, kit.x, kit.trt.DataType.FP8)
+def block_quantize(kit, shape, axis, block_shape=()):
+    """Add a Quantize of x to INT4, with scales of a shape."""
+    scales = kit.network.add_input("block_scales", kit.trt.DataType.FLOAT, shape)
+    layer = kit.network.add_quantize(kit.x, scales, kit.trt.DataType.INT4)
+    layer.axis = axis
+    if block_shape:
+        layer.block_shape = block_shape
+    return layer
+
+
+def dynamic_quantize(kit, axis=1, block_size=16, to="FP4", scales="FP8"):
+    """Add a DynamicQuantize of wide rows, to NVFP4 unless said otherwise."""
+    types = kit.trt.DataType
+    rows = kit.network.add_input("rows", types.FLOAT, (32, 32))
+    layer = kit.network.add_dynamic_quantize(
+        rows, axis, block_size, getattr(types, to), getattr(types, scales)
+    )
+    layer.set_input(1, kit.scale)
+    return layer
+
+
+def dynamic_quantize_in_squares(kit):
+    """Add a DynamicQuantize with blocks of two axes."""
+    types = kit.trt.DataType
+    rows = kit.network.add_input("rows", types.FLOAT, (32, 32))
+    return kit.network.add_dynamic_quantize_v2(rows, (16, 16), types.FP4, types.FP8)
+
+
+def packed_constant(kit, name, size):
+    """Add a constant of FP4 or INT4, 2 a byte, and return it and its bytes."""
+    packed = np.arange(size // 2, dtype=np.uint8)
+    kit.alive += (packed,)
+    weights = kit.trt.Weights(getattr(kit.trt.DataType, name), packed.ctypes.data, size)
+    kit.network.add_constant((size,), weights)
+    return kit.network.get_layer(kit.network.num_layers - 1), packed
 
 
 def normalization(kit, axes=2, **attributes):
@@ -269,12 +304,30 @@ UNSUPPORTED = {
     ),
     "attention without mask": (attention, r"mask = None \(supported"),
     "attention with a bias": (float_mask, "mask = .*FLOAT.*supported"),
-    "quantize to INT4": (
-        lambda k: k.network.add_quantize(k.x, k.scale, k.trt.DataType.INT4),
-        "to a quantized type = False",
+    "dequantize from UINT8": (dequantize_uint8, "from a quantized type = False"),
+    "blocks of another axis": (
+        lambda k: block_quantize(k, (2, 2), 0),
+        r"scale \(2, 2\) of data \(2, 4\), axis 0",
     ),
-    "dequantize from INT4": (dequantize_int4, "from a quantized type = False"),
-    "quantize in blocks": (block_quantize, "scale of rank 2"),
+    "blocks that do not divide": (
+        lambda k: block_quantize(k, (2, 3), 1),
+        r"scale \(2, 3\) of data \(2, 4\), axis 1",
+    ),
+    "blocks of two axes": (
+        lambda k: block_quantize(k, (1, 2), 1),
+        r"scale \(1, 2\) of data \(2, 4\), axis 1",
+    ),
+    "blocks by their shape": (
+        lambda k: block_quantize(k, (2, 2), 1, (1, 2)),
+        r"block_shape = \(1, 2\) \(supported: \(\)\)",
+    ),
+    "dynamic blocks of rows": (lambda k: dynamic_quantize(k, axis=0), r"= \(0, 16\)"),
+    "dynamic blocks of 32": (
+        lambda k: dynamic_quantize(k, block_size=32, to="FP8", scales="E8M0"),
+        r"axis, block_size = \(1, 32\) .*; to_type, scale_type = .*FP8.*E8M0",
+    ),
+    "dynamic blocks of two axes": (dynamic_quantize_in_squares, r"= \(-1, -1\) .*inputs = 1"),
+    "packed constant": (lambda k: packed_constant(k, "INT4", 8)[0], "shows no values of .*INT4"),
 }
 
 
@@ -303,6 +356,8 @@ def test_supported_twins_are_read(kit):
         kit.network.add_quantize(kit.x, kit.scale, kit.trt.DataType.FP8),
         kit.network.add_cast(kit.x, kit.trt.DataType.HALF),
         normalization(kit),
+        block_quantize(kit, (2, 2), 1),
+        dynamic_quantize(kit),
     ]
     assert all(callable(read_layer(layer, kit.trt)) for layer in twins)
     assert {layer.type.name for layer in twins} <= set(READERS)
@@ -318,6 +373,68 @@ def test_scales_go_along_their_axis(kit, axis):
     x, scale = torch.arange(8.0).reshape(1, 2, 4), torch.arange(1.0, size + 1)
     expected = x / (scale[:, None] if axis == 0 else scale)
     assert torch.equal(read_layer(layer, kit.trt)(x, scale[None]), expected)
+
+
+def test_block_scales_go_along_their_blocks(kit):
+    """Two scales a row: each divides the two values of its block."""
+    x, scales = torch.arange(8.0).reshape(1, 2, 4), torch.tensor([[[1.0, 2], [4, 8]]])
+    expected = x / torch.tensor([[1.0, 1, 2, 2], [4, 4, 8, 8]])
+    assert torch.equal(read_layer(block_quantize(kit, (2, 2), 1), kit.trt)(x, scales), expected)
+
+
+def test_dynamic_quantize_is_nvfp4(kit):
+    """Values and scales are those of ``nvfp4``, which quantizes weights, at the same range."""
+    rows = np.random.default_rng(0).normal(0, 1, (32, 32)).astype(np.float32)
+    rows[3, 16:] = 0
+    expected = nvfp4.quantize("rows", rows)
+    quantize = read_outputs(dynamic_quantize(kit), kit.trt)
+    arguments = torch.from_numpy(rows)[None], torch.tensor([expected.global_scale])
+    values, scales = (operation(*arguments)[0] for operation in quantize)
+    np.testing.assert_array_equal(scales, nvfp4.FP8_MAGNITUDES[expected.block_scales])
+    codes = nvfp4.from_fp4(nvfp4.unpack(expected.packed))
+    np.testing.assert_array_equal(to_fp4(values), codes)
+
+
+def test_dynamic_quantize_saturates_at_its_range(kit):
+    """A block of twice the calibrated range has the largest scale and value, not NaN."""
+    values, scales = (
+        operation(torch.full((1, 1, 16), 12.0), torch.tensor([1 / 448]))
+        for operation in read_outputs(dynamic_quantize(kit), kit.trt)
+    )
+    assert scales.item() == 448
+    assert (to_fp4(values) == 6).all()
+
+
+def test_packed_constant_is_read_from_its_bytes(kit):
+    """FP4 from the bytes that TensorRT was given, the first value in the low bits of each."""
+    layer, packed = packed_constant(kit, "FP4", 32)
+    obtained = read_packed(layer, kit.trt, packed)()
+    assert obtained.shape == (1, 32)
+    np.testing.assert_array_equal(obtained[0], nvfp4.from_fp4(nvfp4.unpack(packed)))
+    assert obtained[0, 2:4].tolist() == [0.5, 0]  # byte 1
+
+
+def test_bytes_of_another_constant_are_refused(kit):
+    """An array of another size, or of a type that is not read so, is no constant's."""
+    layer, packed = packed_constant(kit, "FP4", 32)
+    with pytest.raises(RunError, match=r"size = 32 \(supported: 16\)"):
+        read_packed(layer, kit.trt, packed[:8])
+    layer, packed = packed_constant(kit, "INT4", 32)
+    with pytest.raises(RunError, match=r"packed DataType\.INT4 is unknown"):
+        read_packed(layer, kit.trt, packed)
+
+
+@given(st.floats(-100, 100, width=32))
+def test_fp4_is_the_nearest_value(value):
+    """The interpreter rounds as the codes of weights do, zeros of either sign included."""
+    expected = nvfp4.from_fp4(nvfp4.to_fp4(np.float32([value])))
+    np.testing.assert_array_equal(to_fp4(torch.tensor([value])), expected)
+
+
+def test_int4_saturates():
+    """From -8 to 7, ties to the even integer."""
+    values = torch.tensor([-9.0, -8.4, -0.5, 0.5, 1.5, 7.4, 8.0])
+    assert to_int4(values).tolist() == [-8, -8, 0, 0, 2, 7, 7]
 
 
 def test_shuffle_transposes_before_and_after(kit):

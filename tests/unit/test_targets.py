@@ -274,13 +274,13 @@ def test_device_names_are_looked_up_whole(name, targets):
 
 
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-OLDEST = {"fp32": "7.5", "fp16": "7.5", "fp8": "8.9", "nvfp4": "10.0"}
+OLDEST = {"fp32": "7.5", "fp16": "7.5", "fp8": "8.9", "int4": "8.0", "nvfp4": "10.0"}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("number_format", OLDEST)
 def test_N08_formats_need_a_compute_capability(number_format, capability):
-    """FP8 runs from 8.9 on and NVFP4 from 10.0, compared as versions: 10.0 is newer than 8.9."""
+    """FP8 runs from 8.9 on, INT4 from 8.0, NVFP4 from 10.0; 10.0 is a newer version than 8.9."""
     fits = CAPABILITIES.index(capability) >= CAPABILITIES.index(OLDEST[number_format])
     needed = f"needs compute capability {OLDEST[number_format]} or newer"
 

@@ -19,6 +19,7 @@ API = json.loads((ROOT / "fixtures" / "trt_api.json").read_text())
 VERSIONS = sorted(API.keys() - {"source"})
 SOURCES = (
     "backend.py",
+    "blocks.py",
     "engine.py",
     "inspection.py",
     "interpreter.py",
@@ -26,7 +27,9 @@ SOURCES = (
     "network.py",
     "operators.py",
     "plan_worker.py",
+    "quantizing.py",
     "runtime.py",
+    "supported.py",
 )
 # TensorRT-RTX alone has these; create_config and create_context ask for the flavour first.
 GUARDED = {
@@ -78,6 +81,8 @@ VARIABLES = {
     ("backend.py", "kernels_of", "cache"): "IRuntimeCache",
     ("backend.py", "log", "interface"): "ILogger",
     ("backend.py", "log", "severity"): VALUE,
+    ("blocks.py", "", "rows"): "ITensor",
+    ("blocks.py", "", "tensor"): "ITensor",
     ("inspection.py", "", "types"): "DataType",
     ("inspection.py", "", "source"): "ILayer",
     ("inspection.py", "", "s"): "ILayer",
@@ -87,7 +92,9 @@ VARIABLES = {
     ("interpreter.py", "_read_step", "tensor"): "ITensor",
     ("layers.py", "", "tensor"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
-    ("operators.py", "_scale_shape", "layer"): "IQuantizeLayer",
+    ("quantizing.py", "_block_shape", "layer"): "IQuantizeLayer",
+    ("quantizing.py", "_refuse_unless_quantizing", "tensor"): "ITensor",
+    ("quantizing.py", "_spread_of", "layer"): "IQuantizeLayer",
     ("runtime.py", "quantized_modules_of", "layer"): OTHER,
 }
 # Method or property -> what it gives.
@@ -98,6 +105,7 @@ GIVES = {
     "add_concatenation": "IConcatenationLayer",
     "add_constant": "IConstantLayer",
     "add_dequantize": "IDequantizeLayer",
+    "add_dynamic_quantize": "IDynamicQuantizeLayer",
     "add_elementwise": "IElementWiseLayer",
     "add_gather": "IGatherLayer",
     "add_input": "ITensor",
@@ -120,6 +128,7 @@ GIVES = {
     "get_output": "ITensor",
     "mask": "ITensor",
     "type": VALUE,
+    "weights": "Weights",
 }
 
 
@@ -301,11 +310,17 @@ def test_no_other_module_holds_the_tensorrt_module():
         ("network.py", ("IConcatenationLayer", "axis")),
         ("network.py", ("ElementWiseOperation", "AND")),
         ("backend.py", ("Builder", "")),
+        ("blocks.py", ("INetworkDefinition", "add_dynamic_quantize")),
+        ("blocks.py", ("IDynamicQuantizeLayer", "set_input")),
+        ("blocks.py", ("IDequantizeLayer", "axis")),
+        ("quantizing.py", ("IDynamicQuantizeLayer", "block_size")),
+        ("quantizing.py", ("IQuantizeLayer", "block_shape")),
+        ("quantizing.py", ("Weights", "size")),
         ("operators.py", ("IAttention", "causal_kind")),
         ("operators.py", ("INormalizationLayer", "is_v2")),
         ("operators.py", ("INormalizationLayer", "num_groups")),
         ("operators.py", ("IShuffleLayer", "zero_is_placeholder")),
-        ("operators.py", ("IQuantizeLayer", "axis")),
+        ("quantizing.py", ("IQuantizeLayer", "axis")),
         ("operators.py", ("LayerType", "ATTENTION_OUTPUT")),
         ("operators.py", ("AttentionIOForm", "PADDED_BHND")),
         ("plan_worker.py", ("IOptimizationProfile", "set_shape")),

@@ -177,3 +177,29 @@ def test_C03_edge_layers_stay_out():
     assert {module.split(".")[2] for module in row.quantized_modules(4)} == {"1", "2"}
     with pytest.raises(VariantError, match=r"'fp8-edges-fp16': nothing is left .* in 2 layers"):
         row.quantized_modules(2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"quantized": ()}, "fp16"),
+        ({"quantized": (), "compute_type": "fp32"}, "fp32"),
+        ({}, "fp8"),
+        ({"quantized_activations": False}, "fp8"),
+        ({"quantized_format": "int8"}, "int8"),
+        ({"quantized_format": "nvfp4", "weight_scales": "block"}, "nvfp4"),
+        (
+            {
+                "quantized_format": "nvfp4",
+                "weight_scales": "block",
+                "quantized_activations": False,
+            },
+            "nvfp4",
+        ),
+    ],
+    ids=str,
+)
+def test_N08_the_number_format_is_the_narrowest_in_a_plan(fields, expected):
+    """A GPU without a format runs no plan that holds it, weights alone included."""
+    row = Variant("made-up", "", **{"quantized": RECIPE} | fields)
+    assert row.number_format == expected

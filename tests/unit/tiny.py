@@ -81,7 +81,7 @@ def fixed_scales(checkpoint, amax=8.0):
     """Return one made-up range for every projection: enough to build, not to be accurate."""
     modules = every_module(checkpoint.architecture.num_layers)
     scales = constant_scales(checkpoint, modules)
-    return replace(scales, activation_amax=dict.fromkeys(modules, amax))
+    return replace(scales, activation_amax=dict.fromkeys(modules, amax), method="max")
 
 
 def kl_nats(expected, obtained):
