@@ -145,9 +145,9 @@ def scales(
 ) -> Scales | None:
     """Return the input ranges of every projection, calibrated once and kept in the cache.
 
-    None where no selected row quantizes an activation.
+    None where no selected row reads any.
     """
-    methods = {row.calibration_method for row in variants if row.is_calibrated}
+    methods = {row.calibration_method for row in variants if row.reads_scales}
     if not methods:
         return None
     modules = every_module(checkpoint.architecture.num_layers)
@@ -174,7 +174,7 @@ def plan_request(
     """Return a function (variant, phase) -> PlanRequest."""
 
     def request(variant: Variant, phase: str) -> PlanRequest:
-        used = scales if variant.is_calibrated else None
+        used = scales if variant.reads_scales else None
         runs_on = gpu.identity if gpu else ""
         return PlanRequest(backend, checkpoint, variant, used, phase, CONTEXT, gpu=runs_on)
 

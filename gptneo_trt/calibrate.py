@@ -12,11 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from gptneo_trt.blocks import int4_block
 from gptneo_trt.data import Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
 from gptneo_trt.layers import LARGEST
 from gptneo_trt.operators import to_fp8, to_int8
-from gptneo_trt.smoothing import SMOOTHQUANT, readers, smoothed_ranges, smoothquant_factors
+from gptneo_trt.smoothing import (
+    AWQ,
+    SMOOTHQUANT,
+    readers,
+    smoothed_ranges,
+    smoothquant_factors,
+)
 
 METHOD = "max"
 E4M3 = (4, 3)
@@ -122,13 +129,9 @@ def quantized_model(
     if bad:
         raise CalibrationError(f"weights {bad} hold NaN or infinity; use another checkpoint")
 
-    def forward_loop(calibrated: torch.nn.Module) -> None:
-        for ids in token_ids:
-            calibrated(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
-
     with torch.no_grad():
         config = quantizer_config(modules, number_format, weight_axis)
-        quantization.quantize(copied, config, forward_loop=forward_loop)
+        quantization.quantize(copied, config, forward_loop=_forward_loop(token_ids))
     expected = {f"{module}.{part}_quantizer" for module in modules for part in ("input", "weight")}
     obtained = {
         name
@@ -197,8 +200,7 @@ def _collect(
     ]
     try:
         with torch.no_grad():
-            for ids in token_ids:
-                model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+            _forward_loop(token_ids)(model)
     finally:
         for hook in hooks:
             hook.remove()
@@ -238,7 +240,7 @@ def calibrate(
         text: calibration prompts.
         modules: module paths whose input ranges are wanted.
         other_methods: of HISTOGRAM_METHODS, whose ranges are wanted beside the largest inputs, or
-            SMOOTHQUANT, whose factors are wanted too.
+            SMOOTHQUANT or AWQ, whose factors are wanted too.
 
     Raises:
         CalibrationError: no token, or a range that is missing, not finite or not positive; every
@@ -258,6 +260,9 @@ def calibrate(
         factors, smooth = _smoothquant(model, checkpoint, text)
         other[SMOOTHQUANT] = known | smooth
         smoothing[SMOOTHQUANT] = {norm: tuple(each.tolist()) for norm, each in factors.items()}
+    if AWQ in other_methods:
+        factors = awq_factors(model, checkpoint, text.token_ids)
+        smoothing[AWQ] = {norm: tuple(each.tolist()) for norm, each in factors.items()}
     found: list[Mapping[str, float | None]] = [ranges, *other.values()]
     wrong = sorted(
         f"{module}: {amax}"
@@ -291,6 +296,55 @@ def _smoothquant(
     channels = channel_ranges(model, read, text.token_ids)
     factors = smoothquant_factors(checkpoint, channels)
     return factors, smoothed_ranges(checkpoint, channels, factors)
+
+
+def awq_factors(
+    model: torch.nn.Module, checkpoint: Checkpoint, token_ids: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return path of a LayerNorm -> float32 [C], the factors that ModelOpt's AWQ search finds.
+
+    ModelOpt searches them a product, with the weights in the blocks that networks have; products
+    that read one LayerNorm get their mean, as in ModelOpt's export.
+    """
+    quantization, known = _modelopt(), readers(checkpoint)
+    config = {
+        "quant_cfg": [
+            {"quantizer_name": "*", "enable": False},
+            *(
+                {
+                    "quantizer_name": f"{module}.weight_quantizer",
+                    "cfg": {"num_bits": 4, "block_sizes": {-1: block}},
+                    "enable": True,
+                }
+                for modules in known.values()
+                for module in modules
+                for block in [int4_block(module, checkpoint.architecture.hidden_size)]
+            ),
+        ],
+        "algorithm": "awq_lite",
+    }
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        quantization.quantize(copied, config, forward_loop=_forward_loop(token_ids))
+
+    def multiplier(module: str) -> np.ndarray:
+        quantizer: Any = copied.get_submodule(module).input_quantizer
+        return np.asarray(quantizer.pre_quant_scale.float().flatten())
+
+    return {
+        norm: 1 / np.mean([multiplier(module) for module in modules], axis=0)
+        for norm, modules in known.items()
+    }
+
+
+def _forward_loop(token_ids: Sequence[np.ndarray]) -> Callable[[torch.nn.Module], None]:
+    """Return what shows all texts to a model, one forward pass a text."""
+
+    def forward_loop(model: torch.nn.Module) -> None:
+        for ids in token_ids:
+            model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+
+    return forward_loop
 
 
 def _amax(model: torch.nn.Module, module: str) -> float | None:

@@ -97,7 +97,7 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     amax, method = job["activation_amax"], variant.calibration_method
     smoothing = {variant.smoothing: job["smoothing"]} if variant.smoothing else {}
     scales = None
-    if amax:
+    if variant.reads_scales:
         scales = Scales(amax, method, checkpoint.sha256, "", 0, "", smoothing=smoothing)
     return build_network(backend, checkpoint, variant, scales, job["phase"], job["context"])
 

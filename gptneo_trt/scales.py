@@ -13,7 +13,7 @@ import numpy as np
 from gptneo_trt.data import CONSTANT, Checkpoint, Scales, TextSet
 from gptneo_trt.errors import CalibrationError
 from gptneo_trt.json_file import object_from_file
-from gptneo_trt.smoothing import SMOOTHQUANT, readers
+from gptneo_trt.smoothing import AWQ, SMOOTHQUANT, readers
 from gptneo_trt.whole_file import whole_file, writer_lock
 
 # Any positive range gives the same plan; a power of two keeps the weights' rounding visible.
@@ -47,7 +47,7 @@ def constant_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> Scales:
     """
     amax = dict.fromkeys(modules, CONSTANT_AMAX)
     factors = (1.0,) * checkpoint.architecture.hidden_size
-    smoothing = {SMOOTHQUANT: dict.fromkeys(readers(checkpoint), factors)}
+    smoothing = {name: dict.fromkeys(readers(checkpoint), factors) for name in (SMOOTHQUANT, AWQ)}
     return Scales(amax, CONSTANT, checkpoint.sha256, "", 0, "", smoothing=smoothing)
 
 

@@ -1,9 +1,14 @@
-"""SmoothQuant: move the range of an activation's wide channels into the weights that read it.
+"""Move the range of an activation's channels into the weights that read it, or back.
 
 Each channel of a LayerNorm's output is divided by a factor, and the columns of the products that
-read it are multiplied by the same: the function stays, the ranges change. Source: G. Xiao et al.,
-"SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models" (2023),
-equation 4. Only inputs that a LayerNorm makes can be smoothed so: q, k, v and c_fc.
+read it are multiplied by the same: the function stays, the ranges change. Only inputs that a
+LayerNorm makes can be smoothed so: q, k, v and c_fc. Where factors come from:
+
+    smoothquant   narrower activations. Source: G. Xiao et al., "SmoothQuant: Accurate and Efficient
+                  Post-Training Quantization for Large Language Models" (2023), equation 4
+    awq           weights that matter most lose least. Source: J. Lin et al., "AWQ: Activation-aware
+                  Weight Quantization for LLM Compression and Acceleration" (2024), section 3.2;
+                  ModelOpt searches them (``calibrate.py``)
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +19,7 @@ import numpy as np
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import CalibrationError
 
-SMOOTHQUANT = "smoothquant"
+SMOOTHQUANT, AWQ = "smoothquant", "awq"
 STRENGTH = 0.5  # of the paper
 # LayerNorm of a block -> the products that read its output.
 READERS = {

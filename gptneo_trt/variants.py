@@ -32,7 +32,7 @@ FORMATS = ("fp8", "int8", "int4", "nvfp4")
 BLOCK_FORMATS = ("int4", "nvfp4")
 WEIGHT_SCALES = ("tensor", "channel", "block")
 CALIBRATIONS = ("max", "percentile", "mse")
-SMOOTHINGS = ("", "smoothquant")
+SMOOTHINGS = ("", "smoothquant", "awq")
 # Field -> what it may be.
 CHOICES = {
     "compute_type": TYPES,
@@ -109,10 +109,9 @@ class Variant:
         if not self.quantized and not (plain and not _named_after_a_format(self.name)):
             wrong.append(f"it quantizes nothing; name some of {list(KINDS)} in `quantized`")
         scaled = self.activation_scale_factor != 1.0 or self.calibration != "max"
-        if not self.quantized_activations and (scaled or self.smoothing):
+        if not self.quantized_activations and scaled:
             wrong.append("its activations are not quantized, so nothing of them is calibrated")
-        if self.smoothing and self.calibration != "max":
-            wrong.append(f"{self.smoothing} has the largest values alone, not {self.calibration}")
+        wrong += self._smoothing_mismatches()
         wrong += self._format_mismatches()
         if wrong:
             raise VariantError(f"variant {self.name!r}: " + "; ".join(wrong))
@@ -130,10 +129,26 @@ class Variant:
             wrong.append("calibration 'mse' of nvfp4, expected 'max' or 'percentile'")
         return wrong
 
+    def _smoothing_mismatches(self) -> list[str]:
+        """Return what a smoothing does not allow."""
+        wrong = []
+        if self.smoothing and self.calibration != "max":
+            wrong.append(f"{self.smoothing} has the largest values alone, not {self.calibration}")
+        if self.smoothing == "smoothquant" and not self.quantized_activations:
+            wrong.append("smoothquant is for quantized activations, which it has not")
+        if self.smoothing == "awq" and self.quantized_format != "int4":
+            wrong.append(f"awq is for weights in int4, not {self.quantized_format}")
+        return wrong
+
     @property
     def is_calibrated(self) -> bool:
-        """Return whether it needs ranges of activations."""
+        """Return whether it has ranges of activations."""
         return bool(self.quantized) and self.quantized_activations
+
+    @property
+    def reads_scales(self) -> bool:
+        """Return whether it is built from what is calibrated: ranges, or factors of channels."""
+        return self.is_calibrated or bool(self.smoothing)
 
     @property
     def calibration_method(self) -> str:
@@ -271,6 +286,26 @@ _ROWS = (
         quantized_format="int8",
         weight_scales="channel",
         quantized_activations=False,
+    ),
+    Variant(
+        "int4-awq",
+        "the recipe's weights alone in INT4 after AWQ, a scale a block",
+        RECIPE,
+        quantized_format="int4",
+        weight_scales="block",
+        quantized_activations=False,
+        smoothing="awq",
+    ),
+    Variant(
+        "nvfp4-weights",
+        "the recipe's weights alone in NVFP4",
+        RECIPE,
+        quantized_format="nvfp4",
+        weight_scales="block",
+        quantized_activations=False,
+    ),
+    Variant(
+        "nvfp4", "the recipe in NVFP4", RECIPE, quantized_format="nvfp4", weight_scales="block"
     ),
 )
 VARIANTS = {row.name: row for row in _ROWS}
