@@ -1,9 +1,10 @@
 """Build plans in child processes and keep them: network inputs -> plan.
 
 A plan's cache key is over everything that shapes it: weights, ranges of the projections that the
-row quantizes, the row, phase, context, flavour, version, compute capabilities, the GPU where plans
-depend on it, and the source of the modules that build networks. A plan that is there is used when
-it is byte by byte what its side-car says, and the side-car names this very plan, TensorRT and GPU.
+row quantizes, the row, phase, context, batch, flavour, version, compute capabilities, the GPU where
+plans depend on it, and the source of the modules that build networks. A plan that is there is used
+when it is byte by byte what its side-car says, and the side-car names this very plan, TensorRT and
+GPU.
 """
 
 import hashlib
@@ -55,6 +56,7 @@ class PlanRequest:
         context: cache rows in decode, largest T in prefill.
         capabilities: compute capabilities, for example ("8.9", "12.0"); empty for the default.
         gpu: name and driver of the GPU that will run the plan; "" when nothing will.
+        batch: texts that go through it together.
     """
 
     backend: Backend
@@ -65,6 +67,7 @@ class PlanRequest:
     context: int
     capabilities: tuple[str, ...] = ()
     gpu: str = ""
+    batch: int = 1
 
     @property
     def title(self) -> str:
@@ -112,6 +115,7 @@ def _job(request: PlanRequest) -> dict[str, Any]:
         "activation_amax": {module: float(known[module]) for module in sorted(used)},
         "phase": request.phase,
         "context": request.context,
+        "batch": request.batch,
     }
 
 
