@@ -86,6 +86,7 @@ VARIABLES = {
     ("interpreter.py", "", "t"): "ITensor",
     ("interpreter.py", "_read_step", "tensor"): "ITensor",
     ("layers.py", "", "tensor"): "ITensor",
+    ("network.py", "", "positions"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
     ("operators.py", "_scale_shape", "layer"): "IQuantizeLayer",
     ("runtime.py", "fp8_modules_of", "layer"): OTHER,
