@@ -159,8 +159,13 @@ class Scales:
     other_amax: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def ranges(self, method: str) -> Mapping[str, float]:
-        """Return module path -> range by a method; none of a method that was not used."""
-        return self.activation_amax if method == self.method else self.other_amax.get(method, {})
+        """Return module path -> range by a method; none of a method that was not used.
+
+        The constant ranges of random weights stand for those by every method.
+        """
+        if self.method in (method, "constant"):
+            return self.activation_amax
+        return self.other_amax.get(method, {})
 
 
 @dataclass(frozen=True)

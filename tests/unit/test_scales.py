@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gptneo_trt.data import Scales
 from gptneo_trt.errors import CalibrationError, StorageError
 from gptneo_trt.scales import (
+    constant_scales,
     ranges_from_values,
     ranges_sha256,
     read_scales,
@@ -283,6 +284,12 @@ def test_another_modelopt_is_another_file(tmp_path, monkeypatch):
 
 
 # Ranges in a baseline
+
+
+@pytest.mark.parametrize("method", ["max", "percentile", "mse"])
+def test_constant_ranges_are_those_by_every_method(t0, method):
+    """A row of random weights builds whichever calibration it asks for."""
+    assert constant_scales(t0, MODULES).ranges(method).keys() == set(MODULES)
 
 
 def test_hash_of_ranges_is_of_every_bit_and_of_no_order():
