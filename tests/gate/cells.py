@@ -8,6 +8,7 @@ A test is marked ``cells`` with the phases and metrics it runs for, and with wha
     stage="build"   it is here that a known failure of this stage shows
     rows="floor"    the fp16 row alone; "quantized" or "exact": rows that round to FP8, or do not
     text="sampled"  a text set that not every source of texts has
+    shapes="unstored"  a batch or context of which nothing is stored; "batched": of several texts
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ from tests.gate.selection import (
     target_of,
     text_source_of,
 )
+from tests.gate.shape import Shape, shape_of
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("build", "deserialize")
@@ -51,6 +53,12 @@ ROWS: Mapping[str, Callable[[Variant], bool]] = {
     "floor": lambda variant: variant.name == FLOOR,
     "quantized": lambda variant: bool(variant.quantized),
     "exact": lambda variant: not variant.quantized,
+}
+# What a test's marker says of the shapes it runs for.
+SHAPES: Mapping[str, Callable[[Shape], bool]] = {
+    "all": lambda shape: True,
+    "unstored": lambda shape: not shape.is_stored,
+    "batched": lambda shape: shape.batch > 1,
 }
 # fp16's time over its own is 1, whoever measured the other rows.
 FP16_TO_ITSELF = (FLOOR, f"{BASELINE_PREFIX}speedup_x")
@@ -87,6 +95,11 @@ def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric:
     if name not in VARIANTS:  # refused before anything is collected
         return False
     if not ROWS[wants.get("rows", "all")](VARIANTS[name]):
+        return False
+    shape = shape_of(config)
+    if not SHAPES[wants.get("shapes", "all")](shape):
+        return False
+    if metric.startswith(BASELINE_PREFIX) and not shape.is_stored:
         return False
     if wants.get("text", "prose") not in SOURCES[text_source_of(config)]:
         return False

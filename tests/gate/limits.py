@@ -238,9 +238,14 @@ def decision_of(checkpoint: Checkpoint, variant: Variant) -> str:
     return DECISIONS[checkpoint.name][variant.name]
 
 
-def step_overhead(checkpoint: Checkpoint) -> float:
-    """Return how much longer than its engine a decode step may take; a shallow engine's limit."""
-    return STEP_OVERHEAD.get(checkpoint.name, max(STEP_OVERHEAD.values()))
+def step_overhead(checkpoint: Checkpoint, *, is_stored_shape: bool = True) -> float:
+    """Return how much longer than its engine a decode step may take.
+
+    The limit of a shallow engine is that of another model, and of a batch or context of which
+    nothing is stored.
+    """
+    loosest = max(STEP_OVERHEAD.values())
+    return STEP_OVERHEAD.get(checkpoint.name, loosest) if is_stored_shape else loosest
 
 
 def alternative(checkpoint: Checkpoint, metric: str) -> Bound:
@@ -248,14 +253,17 @@ def alternative(checkpoint: Checkpoint, metric: str) -> Bound:
     return ALTERNATIVES.get((checkpoint.name, metric), ALTERNATIVES["", metric])
 
 
-def plan_mib(checkpoint: Checkpoint, variant: Variant, phase: str) -> tuple[float, float]:
+def plan_mib(
+    checkpoint: Checkpoint, variant: Variant, phase: str, *, is_stored_shape: bool = True
+) -> tuple[float, float]:
     """Return the smallest and largest plan of a row, in MiB.
 
     Weights take 2 bytes in fp16, 4 in fp32, 1 in FP8; a tied table is stored twice, once to
-    gather and once to multiply. Beyond that a plan holds kernels: PLAN_KERNELS_MIB.
+    gather and once to multiply. Beyond that a plan holds kernels: PLAN_KERNELS_MIB. The rows of
+    PLAN_MIB are for the batch and context of which plans are stored.
     """
     fixed = PLAN_MIB.get((checkpoint.name, variant.name, phase))
-    if fixed:
+    if fixed and is_stored_shape:
         return fixed
     width = 4 if variant.compute_type == "fp32" else 2
     sizes = {name: array.size for name, array in checkpoint.weights.items()}

@@ -17,6 +17,7 @@ def results_of(run: GateRun) -> dict[str, object]:
         "known_failures": run.known_failures,
         "references": run.references,
         "rows": _rows(run.checkpoint),
+        "shape": run.shape,
         "ship_limits": {
             name: {"direction": bound.direction, "value": float(bound.value)}
             for name, bound in limits.SHIP_LIMITS.items()

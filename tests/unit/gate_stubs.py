@@ -153,6 +153,8 @@ class Options:
             "tensorrt": target.flavour,
             "variants": "",
             "summation_order": 0,
+            "batch": 1,
+            "context": 256,
             "update_baselines": False,
         } | given
 
@@ -203,7 +205,7 @@ def pytest_load_initial_conftests():
         "tests.gate.speed": {
             "CLOCK": Clock(),
             "Stopwatch": Stopwatch,
-            "timing": lambda: TIMING,
+            "timing": lambda shape: TIMING,
         },
     }
     for name, members in modules.items():
