@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import fixed_scales
+from tiny import fixed_scales, ragged_feeds
 
 from gptneo_trt import decoder
 from gptneo_trt.errors import BuildError, RunError
@@ -34,22 +34,13 @@ def network_of(backend, t0):
     return build
 
 
-def ragged_feeds(phase, generator):
-    """Return the feeds of one batch [1, B, ...]: texts, positions and caches are all different.
-
-    Positions of a prefill are in no order, so that every text has a mask of its own.
-    """
-    length = CONTEXT if phase == "prefill" else 1
-    rows = np.tile(np.arange(CONTEXT), (BATCH, 1))
-    positions = generator.permuted(rows, axis=1)[:, :length]
-    if phase == "decode":
-        positions = np.array([[0], [3], [CONTEXT - 1]])
-    feeds = {"token_ids": TOKENS[:BATCH, :length], "position_ids": positions.astype(np.int32)}
-    if phase == "decode":
-        for name in (f"past.h.{i}.{part}" for i in (0, 1) for part in ("key", "value")):
-            cache = generator.normal(size=(BATCH, 2, CONTEXT, 16))
-            feeds[name] = cache.astype(np.float16).astype(np.float32)
-    return {name: torch.from_numpy(array)[None] for name, array in feeds.items()}
+def feeds_of(phase, seed=0):
+    """Return the interpreter's inputs of one batch, each text at positions of its own."""
+    arrays = ragged_feeds(phase, BATCH, CONTEXT, seed)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {
+        name: each.float() if each.is_floating_point() else each for name, each in tensors.items()
+    }
 
 
 def one_by_one(outputs):
@@ -84,7 +75,7 @@ def differences(obtained, expected):
 @pytest.mark.parametrize("phase", PHASES)
 def test_texts_of_a_batch_are_texts_alone(network_of, phase, row):
     """Of other tokens, at other positions, over other caches: bitwise what batch 1 gives."""
-    feeds = ragged_feeds(phase, np.random.default_rng(1))
+    feeds = feeds_of(phase)
     together, alone = (Interpreter(network_of(phase, batch, row)) for batch in (BATCH, 1))
 
     obtained = one_by_one(together.run(feeds))
@@ -97,7 +88,7 @@ def test_texts_of_a_batch_are_texts_alone(network_of, phase, row):
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_network_that_looks_at_text_0_alone_is_seen(network_of, phase, layer):
     """The check above can fail: with masks or places of text 0 the other texts differ."""
-    feeds = ragged_feeds(phase, np.random.default_rng(1))
+    feeds = feeds_of(phase)
     expected = one_by_one(Interpreter(network_of(phase, BATCH)).run(feeds))
     mutant = with_text_0_for_all(Interpreter(network_of(phase, BATCH)), layer)
 
@@ -113,8 +104,8 @@ def test_a_network_that_looks_at_text_0_alone_is_seen(network_of, phase, layer):
 @pytest.mark.parametrize("phase", PHASES)
 def test_batches_of_texts_together_are_batches_one_by_one(network_of, phase):
     """The interpreter takes any number of batches: the axis of texts is in front of the batch."""
-    executor, generator = Interpreter(network_of(phase, BATCH)), np.random.default_rng(2)
-    batches = [ragged_feeds(phase, generator) for _ in range(2)]
+    executor = Interpreter(network_of(phase, BATCH))
+    batches = [feeds_of(phase, seed) for seed in range(2)]
 
     obtained = executor.run({name: torch.cat([b[name] for b in batches]) for name in batches[0]})
 
