@@ -34,6 +34,7 @@ from tests.gate.selection import (
     text_source_of,
     unsupported_here,
 )
+from tests.gate.shape import Shape, shape_of
 
 if TYPE_CHECKING:
     from tests.gate.engines import EnginePipeline
@@ -73,8 +74,14 @@ def checkpoint(pytestconfig: pytest.Config) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
+def shape(pytestconfig: pytest.Config) -> Shape:
+    """Return the batch and the context of what is built and timed."""
+    return shape_of(pytestconfig)
+
+
+@pytest.fixture(scope="session")
 def run_provenance(
-    pytestconfig: pytest.Config, target: Target, backend: Backend, gpu: Gpu | None
+    pytestconfig: pytest.Config, target: Target, backend: Backend, gpu: Gpu | None, shape: Shape
 ) -> Provenance:
     """Return where this run's figures come from."""
     # The options that shape figures; the others name folders of this machine.
@@ -83,9 +90,8 @@ def run_provenance(
         options.append(f"--variants={pytestconfig.getoption('--variants')}")
     if pytestconfig.getoption("--summation-order"):
         options.append(f"--summation-order={pytestconfig.getoption('--summation-order')}")
-    return provenances.provenance(
-        f"{target.name}/{backend.target}", ["pytest", "-m", target.name, *options], gpu
-    )
+    command = ["pytest", "-m", target.name, *options, *shape.options()]
+    return provenances.provenance(f"{target.name}/{backend.target}", command, gpu)
 
 
 def _model_name(config: pytest.Config) -> str:
@@ -169,14 +175,16 @@ def scales(
 
 @pytest.fixture(scope="session")
 def plan_request(
-    backend: Backend, checkpoint: Checkpoint, scales: Scales | None, gpu: Gpu | None
+    backend: Backend, checkpoint: Checkpoint, scales: Scales | None, gpu: Gpu | None, shape: Shape
 ) -> Callable[[Variant, str], PlanRequest]:
     """Return a function (variant, phase) -> PlanRequest."""
 
     def request(variant: Variant, phase: str) -> PlanRequest:
         used = scales if variant.reads_scales else None
         runs_on = gpu.identity if gpu else ""
-        return PlanRequest(backend, checkpoint, variant, used, phase, CONTEXT, gpu=runs_on)
+        return PlanRequest(
+            backend, checkpoint, variant, used, phase, shape.context, gpu=runs_on, batch=shape.batch
+        )
 
     return request
 

@@ -2,11 +2,11 @@
 
     phase     rows                                       one replay
     decode    hugging_face_eager, static_graph,          one token at position context - 1, after
-              static_compiled_graph                      context - 1 others
+              static_compiled_graph                      context - 1 others, of each text
     decode    weights_read                               a copy that moves the weights' bytes
-    prefill   hugging_face_eager, hugging_face_compiled  context tokens, after none
+    prefill   hugging_face_eager, hugging_face_compiled  context tokens of each text, after none
 
-Batch 1, the ids of ``seeded_token_ids``, on the device beforehand. Rows with ``graph`` are
+A batch of texts, the ids of ``seeded_token_ids``, on the device beforehand. Rows with ``graph`` are
 float16, replay one CUDA graph and allocate nothing. Hugging Face's are bf16 with eager attention
 (``reference.torch_model``), are called from Python as a user calls them, and allocate what they
 return. No replay holds a transfer to or from the host, compilation, or the choice of the next
@@ -27,7 +27,7 @@ from gptneo_trt import reference
 from gptneo_trt.cuda_graph import captured
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import RunError
-from gptneo_trt.static_step import Device, float32_on_host, seeded_token_ids, static_step
+from gptneo_trt.static_step import Device, Shape, float32_on_host, seeded_token_ids, static_step
 from gptneo_trt.timing import Timed
 
 # Calls before a capture: the first compiles, chooses kernels and allocates workspaces.
@@ -40,13 +40,13 @@ class HuggingFaceForward:
     """Call one forward of Hugging Face's model with ``use_cache=True``, from the same past.
 
     Attributes:
-        logits: [1, T, V] in the model's type, before softmax, of the last step.
+        logits: [B, T, V] in the model's type, before softmax, of the last step.
     """
 
     def __init__(self, forward: Any, token_ids: torch.Tensor, past: DynamicCache | None) -> None:
         """Run a first step, which compiles ``forward`` where it is a compiled model.
 
-        ``token_ids``: int64 [1, T]. ``past``: the cache of the tokens before, None for none.
+        ``token_ids``: int64 [B, T]. ``past``: the cache of the tokens before, None for none.
         """
         self._forward, self._token_ids, self._past = forward, token_ids, past
         layers: list[Any] = past.layers if past is not None else []
@@ -67,15 +67,15 @@ class HuggingFaceForward:
         return self.logits
 
     def outputs(self) -> np.ndarray:
-        """Return the logits of the last step, float32 [V] of one token, else [T, V]."""
-        return float32_on_host(self.logits[0, 0] if self.logits.shape[1] == 1 else self.logits[0])
+        """Return the logits of the last step, float32 [B, V] of one token, else [B, T, V]."""
+        return float32_on_host(self.logits[:, 0] if self.logits.shape[1] == 1 else self.logits)
 
 
 def hugging_face_step(
-    checkpoint: Checkpoint, context: int, device: Device, dtype: torch.dtype
+    checkpoint: Checkpoint, shape: Shape, device: Device, dtype: torch.dtype
 ) -> HuggingFaceForward:
     """Return the eager forward of one token after context - 1 others, in a ``DynamicCache``."""
-    token_ids = torch.tensor(seeded_token_ids(checkpoint, context)[None], device=device)
+    token_ids = torch.tensor(seeded_token_ids(checkpoint, shape), device=device)
     model: Any = reference.torch_model(checkpoint, dtype)
     model, past = model.to(device), DynamicCache(config=model.config)
     with torch.inference_mode():
@@ -84,10 +84,10 @@ def hugging_face_step(
 
 
 def hugging_face_prefill(
-    checkpoint: Checkpoint, context: int, device: Device, dtype: torch.dtype, compiled: bool
+    checkpoint: Checkpoint, shape: Shape, device: Device, dtype: torch.dtype, compiled: bool
 ) -> HuggingFaceForward:
-    """Return the forward of ``context`` tokens into a new cache, eager or compiled."""
-    token_ids = torch.tensor(seeded_token_ids(checkpoint, context)[None], device=device)
+    """Return the forward of whole texts into a new cache, eager or compiled."""
+    token_ids = torch.tensor(seeded_token_ids(checkpoint, shape), device=device)
     model: Any = reference.torch_model(checkpoint, dtype)
     model = model.to(device)
     forward = torch.compile(model, dynamic=False) if compiled else model
@@ -156,7 +156,7 @@ class Alternative:
         summary: one line for people.
         needs: what it takes to run it.
         graph: whether ``step`` is captured in a CUDA graph.
-        make: checkpoint, context, device -> object with ``prepare``, ``step`` and ``outputs``.
+        make: checkpoint, shape, device -> object with ``prepare``, ``step`` and ``outputs``.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Alternative:
     summary: str
     needs: str
     graph: bool
-    make: Callable[[Checkpoint, int, Device], Any]
+    make: Callable[[Checkpoint, Shape, Device], Any]
 
 
 _COMPILER = "a GPU, Triton and a C compiler"
@@ -197,7 +197,7 @@ ALTERNATIVES = (
 
 
 def alternative(
-    name: str, phase: str, checkpoint: Checkpoint, context: int, device: Device
+    name: str, phase: str, checkpoint: Checkpoint, shape: Shape, device: Device
 ) -> Timed:
     """Return one row of ALTERNATIVES, ready to be timed. Nothing is kept but by the caller.
 
@@ -215,7 +215,7 @@ def alternative(
     if row.graph:
         _expect_gpu(name, device)
     try:
-        runner = row.make(checkpoint, context, device)
+        runner = row.make(checkpoint, shape, device)
         if row.graph:
             stream = torch.cuda.Stream(device)
             replay: Any = captured(runner.step, stream, WARMUPS, f"alternative {name}, {phase}")

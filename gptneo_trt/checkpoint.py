@@ -27,6 +27,7 @@ RANDOM_SHAPES = {
     "gpt-neo-1.3B": (24, 2048, 16),
     "gpt-neo-2.7B": (32, 2560, 20),
 }
+RANDOM_POSITIONS = 2048  # of each
 RANDOM_SEED = 0
 # Hugging Face's initializer_range for GPT-Neo.
 INITIALIZER_STD = 0.02
@@ -114,7 +115,7 @@ def _random_from_name(source: str) -> Checkpoint:
         hidden_size=hidden_size,
         num_heads=num_heads,
         intermediate_size=4 * hidden_size,
-        max_positions=2048,
+        max_positions=RANDOM_POSITIONS,
         window_size=256,
         attention_layers=("global", "local") * (num_layers // 2),
     )

@@ -91,18 +91,27 @@ def _cells(results: Results) -> dict[Key, Mapping[str, Any]]:
 
 
 def differences_of_runs(before: Results, after: Results) -> list[str]:
-    """Return what the runs themselves differ in, a line each: target, model, texts, versions."""
+    """Return what the runs themselves differ in, a line each: target, model, shape, versions."""
     lines = []
     for name in ("target", "model.sha256", "provenance.commit", "provenance.machine"):
         pair = [_member(results, name) for results in (before, after)]
         if pair[0] != pair[1]:
             lines.append(f"{name}: {pair[0]} -> {pair[1]}")
+    shapes = [_shape(results) for results in (before, after)]
+    if shapes[0] != shapes[1]:
+        lines.append(f"shape: {shapes[0]} -> {shapes[1]}")
     versions = [results["provenance"].get("versions", {}) for results in (before, after)]
     for name in sorted(versions[0].keys() | versions[1].keys()):
         pair = [each.get(name, "absent") for each in versions]
         if pair[0] != pair[1]:
             lines.append(f"{name}: {pair[0]} -> {pair[1]}")
     return lines
+
+
+def _shape(results: Results) -> str:
+    """Return batch and context of a run, which names them where nothing is stored of them."""
+    shape = results.get("shape")
+    return f"batch {shape['batch']}, context {shape['context']}" if shape else "the baselines'"
 
 
 def _member(results: Results, path: str) -> Any:

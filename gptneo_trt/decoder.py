@@ -16,6 +16,8 @@ from gptneo_trt.variants import Variant
 
 Tensors = Mapping[str, torch.Tensor]
 PARTS = ("key", "value")
+# Of 32-bit counters in a loop: 256 bytes, to which TensorRT is given addresses aligned elsewhere.
+FIRST_POSITION = 64
 
 
 class Executor(Protocol):
@@ -25,7 +27,8 @@ class Executor(Protocol):
         variant: the row.
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
-        texts_at_once: how many texts ``run`` takes, None for any number.
+        batch: B, texts that go through the network together.
+        batches_at_once: how many batches ``run`` takes, None for any number.
         device: where inputs are taken from and outputs are put.
         cache_type: in which K and V are taken and given.
     """
@@ -33,12 +36,13 @@ class Executor(Protocol):
     variant: Variant
     phase: str
     context: int
-    texts_at_once: int | None
+    batch: int
+    batches_at_once: int | None
     device: torch.device
     cache_type: torch.dtype
 
     def run(self, feeds: Tensors, into: Tensors | None = None) -> dict[str, torch.Tensor]:
-        """Map inputs [N, *shape] by name to outputs [N, *shape] by name.
+        """Map inputs [N, *shape] of N batches by name to outputs [N, *shape] by name.
 
         Token and position ids are int32. Outputs named in ``into`` are written there; the others
         are valid until the next run.
@@ -56,11 +60,11 @@ class Executor(Protocol):
 def checked_tokens(
     token_ids: np.ndarray, architecture: Architecture, executor: Executor
 ) -> torch.Tensor:
-    """Return int32 [N, 1, T], on the host, of token ids int [N, T].
+    """Return int32 [N / B, B, T], on the host, of token ids int [N, T].
 
     Raises:
-        RunError: empty, longer than the context or the position table, or ids that are no
-            integers or out of range.
+        RunError: empty, longer than the context or the position table, texts that do not fill
+            their last batch, or ids that are no integers or out of range.
     """
     wrong = []
     if token_ids.dtype.kind not in "iu":
@@ -72,13 +76,16 @@ def checked_tokens(
             f"{token_ids.shape[1]} tokens, the {executor.phase} network takes {executor.context}; "
             "shorten the text or build with a larger context"
         )
+    elif len(token_ids) % executor.batch:
+        wrong.append(f"{len(token_ids)} texts, expected a multiple of the batch {executor.batch}")
     if token_ids.size and token_ids.dtype.kind in "iu":
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= architecture.vocab_size:
             wrong.append(f"token ids {low} to {high}, expected 0 to {architecture.vocab_size - 1}")
     if wrong:
         raise RunError(f"variant {executor.variant.name}, {executor.phase}: {'; '.join(wrong)}")
-    return torch.from_numpy(token_ids.astype(np.int32))[:, None]
+    texts = torch.from_numpy(token_ids.astype(np.int32))
+    return texts.unflatten(0, (-1, executor.batch))
 
 
 def _expect_phase(executor: Executor, phase: str) -> None:
@@ -86,20 +93,35 @@ def _expect_phase(executor: Executor, phase: str) -> None:
         raise RunError(f"executor of phase {executor.phase!r}, expected {phase!r}")
 
 
+def _batches(executor: Executor, texts: int) -> tuple[int, int]:
+    """Return in how many batches of which size an executor takes so many texts.
+
+    Raises:
+        RunError: they do not fill the last one.
+    """
+    if texts < 1 or texts % executor.batch:
+        raise RunError(
+            f"variant {executor.variant.name}, {executor.phase}: {texts} texts, expected a "
+            f"multiple of the batch {executor.batch}"
+        )
+    return texts // executor.batch, executor.batch
+
+
 def _groups(tokens: torch.Tensor, executor: Executor) -> tuple[torch.Tensor, ...]:
-    """Split [N, 1, T] into as many texts at once as the executor takes."""
-    return torch.split(tokens, executor.texts_at_once or len(tokens))
+    """Split [N, B, T] into as many batches at once as the executor takes."""
+    return torch.split(tokens, executor.batches_at_once or len(tokens))
 
 
 def _stack(outputs: Tensors, part: str, num_layers: int) -> torch.Tensor:
-    """Return float32 [N, L, H, T, D] of the new rows ``h.<i>.<part>``."""
-    return torch.stack([outputs[f"h.{i}.{part}"][:, 0] for i in range(num_layers)], 1).float()
+    """Return float32 [N, L, H, T, D] of the new rows ``h.<i>.<part>`` of N texts."""
+    rows = [outputs[f"h.{i}.{part}"].flatten(0, 1) for i in range(num_layers)]
+    return torch.stack(rows, 1).float()
 
 
 def prefill_feeds(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the inputs of a prefill network for int32 [N, 1, T] on the executor's device."""
+    """Return the inputs of a prefill network for int32 [N, B, T] on the executor's device."""
     positions = torch.arange(tokens.shape[-1], dtype=torch.int32, device=tokens.device)
-    return {"token_ids": tokens, "position_ids": positions.expand_as(tokens)}
+    return {"token_ids": tokens, "position_ids": positions.expand_as(tokens).contiguous()}
 
 
 def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarray) -> Decoded:
@@ -119,7 +141,8 @@ def prefill(executor: Executor, architecture: Architecture, token_ids: np.ndarra
     for group in _groups(tokens, executor):
         outputs = executor.run(prefill_feeds(group))
         rows = [_stack(outputs, part, architecture.num_layers) for part in PARTS]
-        parts.append([part.to("cpu", copy=True) for part in (outputs["logits"][:, 0], *rows)])
+        logits = outputs["logits"].flatten(0, 1)
+        parts.append([part.to("cpu", copy=True) for part in (logits, *rows)])
     return Decoded(*(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
 
 
@@ -131,7 +154,8 @@ class DecodeLoop:
     where the executor can.
 
     Attributes:
-        cache: [L, 2, N, 1, H, context, D], K and V of each layer, in the executor's cache type.
+        cache: [L, 2, N / B, B, H, context, D], K and V of each layer, in the executor's cache
+            type, of N texts in batches of B.
         logits: float32 [N, steps, V], before softmax; NaN where no step has been.
         feeds: the network's inputs at the position of the next step.
     """
@@ -142,10 +166,11 @@ class DecodeLoop:
         """Make room for ``texts`` texts of ``steps`` tokens.
 
         Raises:
-            RunError: not a decode network, more steps than its cache has rows, or steps that
-                cannot be launched at once.
+            RunError: not a decode network, more steps than its cache has rows, texts that do not
+                fill their last batch, or steps that cannot be launched at once.
         """
         _expect_phase(executor, "decode")
+        batches = _batches(executor, texts)
         if not 1 <= steps <= executor.context:
             raise RunError(
                 f"variant {executor.variant.name}, decode: {steps} steps, expected 1 to "
@@ -155,19 +180,23 @@ class DecodeLoop:
         layers = architecture.num_layers
 
         def new_cache(rows: int) -> torch.Tensor:
-            shape = (layers, 2, texts, 1, heads, rows, width)
+            shape = (layers, 2, *batches, heads, rows, width)
             return torch.zeros(shape, dtype=executor.cache_type, device=device)
 
         self.cache, self._rows = new_cache(executor.context), new_cache(1)
         shape = (texts, steps, architecture.vocab_size)
         self.logits = torch.full(shape, torch.nan, device=device)
-        self._tokens = torch.zeros((texts, 1, steps), dtype=torch.int32, device=device)
-        self._token = torch.zeros((texts, 1, 1), dtype=torch.int32, device=device)
-        self._position = torch.zeros(1, dtype=torch.int64, device=device)
-        # The low half of a 64-bit position is the 32-bit one: one counter to advance, not two.
-        position = self._position.view(torch.int32)[:1].expand(texts, 1, 1)
+        self._tokens = torch.zeros((*batches, steps), dtype=torch.int32, device=device)
+        self._token = torch.zeros((*batches, 1), dtype=torch.int32, device=device)
+        # One tensor to advance, not two: the position that indexes, whose low half is counted, and
+        # from FIRST_POSITION on those that the network reads, one a text.
+        self._one = torch.ones(FIRST_POSITION + texts, dtype=torch.int32, device=device)
+        self._one[1:FIRST_POSITION] = 0
+        self._counters = torch.zeros_like(self._one)
+        self._position = self._counters[:2].view(torch.int64)
+        positions = self._counters[FIRST_POSITION:].view(*batches, 1)
         parts = [(i, j, f"h.{i}.{name}") for i in range(layers) for j, name in enumerate(PARTS)]
-        self.feeds = {"token_ids": self._token, "position_ids": position}
+        self.feeds = {"token_ids": self._token, "position_ids": positions}
         self.feeds |= {f"past.{name}": self.cache[i, j] for i, j, name in parts}
         self._into = {name: self._rows[i, j] for i, j, name in parts}
         self._executor, self._next, self._last = executor, 0, steps
@@ -178,11 +207,11 @@ class DecodeLoop:
         torch.index_select(self._tokens, 2, self._position, out=self._token)
         outputs = self._executor.run(self.feeds, self._into)
         self.cache.index_copy_(5, self._position, self._rows)
-        self.logits.index_copy_(1, self._position, outputs["logits"][:, 0])
-        self._position.add_(1)
+        self.logits.index_copy_(1, self._position, outputs["logits"].flatten(0, 1))
+        self._counters.add_(self._one)
 
     def start(self, tokens: torch.Tensor) -> None:
-        """Forget everything, and take int32 [N, 1, T] as the texts to decode.
+        """Forget everything, and take int32 [N / B, B, T] as the texts to decode.
 
         Raises:
             RunError: T is more than the steps there is room for.
@@ -209,7 +238,7 @@ class DecodeLoop:
                 f"variant {self._executor.variant.name}, decode: position {position}, expected 0 "
                 f"to {self._last - 1}"
             )
-        self._position.fill_(position)
+        torch.mul(self._one, position, out=self._counters)
         self._next = position
 
     def step(self) -> None:
@@ -226,7 +255,7 @@ class DecodeLoop:
 
     def decoded(self) -> Decoded:
         """Return the logits, and the K and V rows, of all positions decoded so far."""
-        rows = self.cache[:, :, :, 0, :, : self._next].float()
+        rows = self.cache.flatten(2, 3)[..., : self._next, :].float()
         kept = (self.logits[:, : self._next], *(rows[:, part].transpose(0, 1) for part in (0, 1)))
         return Decoded(*(part.to("cpu", copy=True).numpy() for part in kept))
 
@@ -247,7 +276,7 @@ def decode(executor: Executor, architecture: Architecture, token_ids: np.ndarray
     parts: list[Decoded] = []
     loop = None
     for group in _groups(tokens, executor):
-        texts, _, steps = group.shape
+        steps, texts = group.shape[-1], group.shape[:-1].numel()
         if loop is None or loop.logits.shape[0] != texts:
             loop = DecodeLoop(executor, architecture, texts, steps)
         loop.start(group)

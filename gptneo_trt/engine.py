@@ -33,17 +33,17 @@ class _Port:
 
 
 class Engine:
-    """Run one plan, one text at a time.
+    """Run one plan, one batch of texts at a time.
 
     Attributes:
-        variant, phase, context: of the request.
-        texts_at_once: 1; the networks are built for batch 1.
+        variant, phase, context, batch: of the request.
+        batches_at_once: 1.
         device: the GPU.
         cache_type: of K and V, as the plan declares it.
         loaded: what TensorRT gave.
     """
 
-    texts_at_once: int | None = 1
+    batches_at_once: int | None = 1
 
     def __init__(self, request: PlanRequest, plan: Plan, device: str = "cuda") -> None:
         """Load a plan and make room for its largest outputs.
@@ -53,6 +53,7 @@ class Engine:
                 phase, TensorRT and GPU at hand.
         """
         self.variant, self.phase, self.context = request.variant, request.phase, request.context
+        self.batch = request.batch
         self.device = torch.device(device)
         self._title = request.title
         try:

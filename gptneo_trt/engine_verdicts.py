@@ -29,6 +29,7 @@ def judge_speedup(
     *,
     noise_frac: float,
     minimum_detectable: float | None = None,
+    against: str = "stored",
 ) -> Cell:
     """Judge a time ratio, better when larger, against the stored one.
 
@@ -37,9 +38,10 @@ def judge_speedup(
     with a note when its lower end is above stored * (1 + ``tolerance_frac``). Inconclusive,
     whatever it is, when the A/A run ``noise`` is missing or shows a noisy machine: its interval
     excludes 1 and its ratio is more than ``noise_frac`` away from it.
-    ``minimum_detectable`` (see ``minimum_detectable_x``) is stated.
+    ``minimum_detectable`` (see ``minimum_detectable_x``) is stated. ``against`` says what the
+    stored one is.
     """
-    limit = f"stored - {100 * tolerance_frac:.6g} %"
+    limit = f"{against} - {100 * tolerance_frac:.6g} %"
     if stored is None:
         verdict, reason = "failed", NO_BASELINE
     elif fault := _worst_ratio_fault(stored, tolerance_frac) or tolerance_fault(noise_frac):
@@ -51,11 +53,34 @@ def judge_speedup(
     elif fault := noise_fault(noise, noise_frac):
         verdict, reason = "inconclusive", f"{fault}; obtained {_ratio_text(obtained)}"
     else:
-        verdict, reason = _ratio_verdict(obtained, stored, tolerance_frac)
+        verdict, reason = _ratio_verdict(obtained, stored, tolerance_frac, against)
     if minimum_detectable is not None:
         reason += f"; minimum detectable effect {minimum_detectable:.3g}"
     ratio = None if obtained is None else obtained.ratio
     return Cell(variant, phase, metric, ratio, limit, stored, verdict, reason, minimum_detectable)
+
+
+def judge_resolved(
+    variant: str,
+    phase: str,
+    metric: str,
+    obtained: Speedup,
+    tolerance_frac: float,
+    noise: Speedup | None,
+    *,
+    noise_frac: float,
+    minimum_detectable: float | None = None,
+) -> Cell:
+    """Judge a time ratio that nothing is stored for: whether its rounds resolve the tolerance.
+
+    As ``judge_speedup`` does with the ratio itself as the stored one: inconclusive where one that
+    is smaller by ``tolerance_frac`` would be within its bounds, or the machine is too noisy.
+    """
+    cell = judge_speedup(
+        variant, phase, metric, obtained, obtained.ratio, tolerance_frac, noise,
+        noise_frac=noise_frac, minimum_detectable=minimum_detectable, against="itself",
+    )  # fmt: skip
+    return replace(cell, baseline=None)
 
 
 def judge_disturbed(cell: Cell, disturbances: Sequence[str]) -> Cell:
@@ -165,11 +190,13 @@ def noise_fault(noise: Speedup | None, noise_frac: float) -> str:
     )
 
 
-def _ratio_verdict(obtained: Speedup, stored: float, tolerance_frac: float) -> tuple[str, str]:
+def _ratio_verdict(
+    obtained: Speedup, stored: float, tolerance_frac: float, against: str
+) -> tuple[str, str]:
     """Return the verdict on a finite ratio, and its reason."""
     worst = stored * (1 - tolerance_frac)
     reason = (
-        f"obtained {_ratio_text(obtained)}, expected at least {worst:.4g}, stored {stored:.4g} "
+        f"obtained {_ratio_text(obtained)}, expected at least {worst:.4g}, {against} {stored:.4g} "
         f"- {100 * tolerance_frac:g} %"
     )
     if obtained.upper < worst:

@@ -31,20 +31,20 @@ class _Step:
 
 
 class Interpreter:
-    """Run a network on N texts at once.
+    """Run a network on N batches of texts at once.
 
     On one thread, what a text gives depends bitwise on its own inputs alone: neither on the other
     texts nor on their number or order.
 
     Attributes:
         network: what is evaluated.
-        variant, phase, context: the network's.
-        texts_at_once: None, any number.
+        variant, phase, context, batch: the network's.
+        batches_at_once: None, any number.
         device: where values are computed.
         cache_type: float32, which holds values of the declared type.
     """
 
-    texts_at_once: int | None = None
+    batches_at_once: int | None = None
     cache_type = torch.float32
 
     def __init__(self, network: Network, device: str = "cpu", summation_order: int = 0) -> None:
@@ -61,6 +61,7 @@ class Interpreter:
         """
         self.network = network
         self.variant, self.phase, self.context = network.variant, network.phase, network.context
+        self.batch = network.batch
         self.device = torch.device(device)
         definition, trt = network.definition, network.backend.trt
         inputs = [definition.get_input(i) for i in range(definition.num_inputs)]

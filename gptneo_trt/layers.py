@@ -329,7 +329,7 @@ def add_attention(graph: Graph, name: str, tensors: tuple[Any, Any, Any], mask: 
         name: layer name.
         tensors: q [B, H, T, D], k and v [B, H, S, D]. GPT-Neo does not scale the scores
             (transformers, ``GPTNeoSelfAttention._attn``), so neither is multiplied here.
-        mask: bool [1, 1, T, S], True where a query may look. A mask and the causal flag exclude
+        mask: bool [B, 1, T, S], True where a query may look. A mask and the causal flag exclude
             each other, and the causal flag alone cannot express the window of a local layer.
 
     Returns:

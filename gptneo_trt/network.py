@@ -4,11 +4,12 @@ One source for both flavours and both phases. Precision is in the graph alone (t
 Quantize/Dequantize); no builder flag is set.
 
     phase     inputs                                      outputs
-    prefill   token_ids, position_ids int32 [1, T]        logits float32 [1, T, V]
-              1 <= T <= context                           h.<i>.key, h.<i>.value [1, H, T, D]
-    decode    token_ids, position_ids int32 [1, 1]        logits float32 [1, 1, V]
-              past.h.<i>.key, .value [1, H, context, D]   h.<i>.key, h.<i>.value [1, H, 1, D]
+    prefill   token_ids, position_ids int32 [B, T]        logits float32 [B, T, V]
+              1 <= T <= context                           h.<i>.key, h.<i>.value [B, H, T, D]
+    decode    token_ids, position_ids int32 [B, 1]        logits float32 [B, 1, V]
+              past.h.<i>.key, .value [B, H, context, D]   h.<i>.key, h.<i>.value [B, H, 1, D]
 
+B is fixed when a network is built. Each text of a batch has positions of its own, and so a mask.
 In decode the new K and V rows are concatenated after the cache rows; of those, row j is visible
 when j < position (and within the window of a local layer). Rows at and beyond the position must
 be finite, and for an engine so small that no score overflows: TensorRT adds its mask to the scores.
@@ -45,6 +46,7 @@ class Network:
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
         arrays: constants that TensorRT refers to without copying.
+        batch: texts that go through it together.
         packed: layer name -> the bytes of its FP4 or FP8 constant, see ``Graph``.
     """
 
@@ -56,6 +58,7 @@ class Network:
     phase: str
     context: int
     arrays: tuple[np.ndarray, ...]
+    batch: int = 1
     packed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -64,7 +67,7 @@ class _Inputs:
     token_ids: Any
     positions: Any
     past: tuple[tuple[Any, Any], ...]  # (K, V) a layer; empty in prefill
-    masks: Mapping[str, Any]  # "global" and "local" -> bool [1, 1, T, S]
+    masks: Mapping[str, Any]  # "global" and "local" -> bool [B, 1, T, S]
 
 
 def activation_scales(variant: Variant, scales: Scales | None, num_layers: int) -> dict[str, float]:
@@ -98,7 +101,7 @@ def smoothing_factors(variant: Variant, scales: Scales | None) -> Mapping[str, t
 
 def build_network(
     backend: Backend, checkpoint: Checkpoint, variant: Variant, scales: Scales | None, phase: str,
-    context: int,
+    context: int, batch: int = 1,
 ) -> Network:  # fmt: skip
     """Build the graph of one phase.
 
@@ -109,9 +112,11 @@ def build_network(
         scales: calibrated ranges; None is enough for a row that quantizes nothing.
         phase: "prefill" or "decode".
         context: cache rows in decode, largest T in prefill.
+        batch: texts that go through it together.
 
     Raises:
-        BuildError: unknown phase, a context beyond the position table, or TensorRT's refusal.
+        BuildError: unknown phase, no text, a context beyond the position table, or TensorRT's
+            refusal.
         CalibrationError: a range is missing.
     """
     architecture = checkpoint.architecture
@@ -122,6 +127,8 @@ def build_network(
             f"context {context}: {checkpoint.name} has {architecture.max_positions} positions; "
             f"choose 1 to {architecture.max_positions}"
         )
+    if batch < 1:
+        raise BuildError(f"batch {batch}: expected 1 or more")
     log = log_collector(backend.trt)
     if variant.smoothing:
         checkpoint = smoothed(checkpoint, smoothing_factors(variant, scales))
@@ -130,13 +137,15 @@ def build_network(
         builder = create_builder(backend, log)
         definition = create_network(backend, builder)
         graph = Graph(backend, definition, variant.compute_type)
-        inputs = _add_inputs(graph, architecture, phase, context)
+        inputs = _add_inputs(graph, architecture, phase, (batch, context))
         _add_gpt_neo(graph, checkpoint, linears, inputs)
     except BuildError as error:
         what = f"variant {variant.name}, {phase}: {error.message}"
         raise BuildError(what, tuple(log.lines)) from error
-    arrays, packed = tuple(graph.arrays), graph.packed
-    return Network(backend, builder, definition, log, variant, phase, context, arrays, packed)
+    arrays = tuple(graph.arrays)
+    return Network(
+        backend, builder, definition, log, variant, phase, context, arrays, batch, graph.packed
+    )
 
 
 def head_weight(architecture: Architecture) -> str:
@@ -176,14 +185,18 @@ def _linear_weights(
     return found
 
 
-def _add_inputs(graph: Graph, architecture: Architecture, phase: str, context: int) -> _Inputs:
+def _add_inputs(
+    graph: Graph, architecture: Architecture, phase: str, sizes: tuple[int, int]
+) -> _Inputs:
+    """Add the inputs and masks of a phase; ``sizes`` are batch and context."""
+    batch, context = sizes
     types = graph.backend.trt.DataType
     length = -1 if phase == "prefill" else 1
-    token_ids = _add_input(graph, "token_ids", types.INT32, (1, length))
-    positions = _add_input(graph, "position_ids", types.INT32, (1, length))
+    token_ids = _add_input(graph, "token_ids", types.INT32, (batch, length))
+    positions = _add_input(graph, "position_ids", types.INT32, (batch, length))
     if phase == "prefill":
         return _Inputs(token_ids, positions, (), _add_prefill_masks(graph, architecture, positions))
-    shape = (1, architecture.num_heads, context, architecture.head_width)
+    shape = (batch, architecture.num_heads, context, architecture.head_width)
     cache_type = graph.data_type(graph.compute_type)
     past = tuple(
         tuple(
@@ -230,9 +243,10 @@ def _windows(architecture: Architecture) -> dict[str, int | None]:
 
 
 def _add_prefill_masks(graph: Graph, architecture: Architecture, positions: Any) -> dict[str, Any]:
-    """Return bool [1, 1, T, T]: a query at i sees j when 0 <= i - j (< window)."""
-    rows = _reshape(graph, "mask.query_positions", positions, (1, 1, -1, 1))
-    columns = _reshape(graph, "mask.key_positions", positions, (1, 1, 1, -1))
+    """Return bool [B, 1, T, T]: a query at i sees j when 0 <= i - j (< window)."""
+    batch = positions.shape[0]
+    rows = _reshape(graph, "mask.query_positions", positions, (batch, 1, -1, 1))
+    columns = _reshape(graph, "mask.key_positions", positions, (batch, 1, 1, -1))
     distance = layers.add_elementwise(graph, "mask.distance", rows, columns, "SUB")
     return {
         kind: _add_window(graph, f"mask.{kind}", distance, 0, window)
@@ -243,11 +257,12 @@ def _add_prefill_masks(graph: Graph, architecture: Architecture, positions: Any)
 def _add_decode_masks(
     graph: Graph, architecture: Architecture, positions: Any, context: int
 ) -> dict[str, Any]:
-    """Return bool [1, 1, 1, context + 1]: cache rows 1 <= position - j (< window), and itself."""
-    rows = _reshape(graph, "mask.query_positions", positions, (1, 1, 1, 1))
+    """Return bool [B, 1, 1, context + 1]: cache rows 1 <= position - j (< window), and itself."""
+    each = (positions.shape[0], 1, 1, 1)
+    rows = _reshape(graph, "mask.query_positions", positions, each)
     columns = _integer(graph, "mask.key_positions", np.arange(context)[None])
     distance = layers.add_elementwise(graph, "mask.distance", rows, columns, "SUB")
-    itself = layers.add_constant(graph, "mask.itself", np.ones((1, 1, 1, 1), dtype=np.bool_))
+    itself = layers.add_constant(graph, "mask.itself", np.ones(each, dtype=np.bool_))
     masks = {}
     for kind, window in _windows(architecture).items():
         cached = _add_window(graph, f"mask.{kind}.cached", distance, 1, window)

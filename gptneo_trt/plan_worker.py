@@ -99,7 +99,8 @@ def _network_of(job: dict[str, Any], backend: Backend) -> Network:
     scales = None
     if variant.reads_scales:
         scales = Scales(amax, method, checkpoint.sha256, "", 0, "", smoothing=smoothing)
-    return build_network(backend, checkpoint, variant, scales, job["phase"], job["context"])
+    sizes = job["context"], job["batch"]
+    return build_network(backend, checkpoint, variant, scales, job["phase"], *sizes)
 
 
 def _weights(job: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -123,11 +124,12 @@ def _weights(job: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
 
 
 def _add_profile(network: Network, config: Any) -> None:
-    """Declare T from 1 to the context, tuned for the context."""
+    """Declare T from 1 to the context, tuned for the context; the batch is fixed."""
     profile = network.builder.create_optimization_profile()
     refuse_none(network.backend, "create_optimization_profile", profile)
+    shortest, longest = (network.batch, 1), (network.batch, network.context)
     for name in ("token_ids", "position_ids"):
-        profile.set_shape(name, (1, 1), (1, network.context), (1, network.context))
+        profile.set_shape(name, shortest, longest, longest)
     if config.add_optimization_profile(profile) < 0:
         raise BuildError("prefill: the optimization profile was refused", tuple(network.log.lines))
 

@@ -1,9 +1,10 @@
 """Build plans in child processes and keep them: network inputs -> plan.
 
 A plan's cache key is over everything that shapes it: weights, ranges of the projections that the
-row quantizes, the row, phase, context, flavour, version, compute capabilities, the GPU where plans
-depend on it, and the source of the modules that build networks. A plan that is there is used when
-it is byte by byte what its side-car says, and the side-car names this very plan, TensorRT and GPU.
+row quantizes, the row, phase, context, batch, flavour, version, compute capabilities, the GPU where
+plans depend on it, and the source of the modules that build networks. A plan that is there is used
+when it is byte by byte what its side-car says, and the side-car names this very plan, TensorRT and
+GPU.
 """
 
 import hashlib
@@ -60,6 +61,7 @@ class PlanRequest:
         capabilities: compute capabilities, for example ("8.9", "12.0"); empty for the default of
             the row, see ``built_for``.
         gpu: name and driver of the GPU that will run the plan; "" when nothing will.
+        batch: texts that go through it together.
     """
 
     backend: Backend
@@ -70,6 +72,7 @@ class PlanRequest:
     context: int
     capabilities: tuple[str, ...] = ()
     gpu: str = ""
+    batch: int = 1
 
     @property
     def title(self) -> str:
@@ -125,6 +128,7 @@ def _job(request: PlanRequest) -> dict[str, Any]:
         "smoothing": dict(smoothing_factors(variant, scales)),
         "phase": request.phase,
         "context": request.context,
+        "batch": request.batch,
     }
 
 

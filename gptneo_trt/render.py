@@ -43,7 +43,8 @@ def page_of(results: Results) -> dict[str, Any]:
     expected |= {_key(name) for name in results["coverage"]["missing"]}
     wrong = problems(expected, cells)
     return {
-        "results": {"known_failures": [], "references": {}, "timing": {}} | dict(results),
+        "results": {"known_failures": [], "references": {}, "shape": {}, "timing": {}}
+        | dict(results),
         "green": not wrong,
         "problems": wrong[:PROBLEMS_SHOWN],
         "problems_left_out": max(0, len(wrong) - PROBLEMS_SHOWN),

@@ -68,7 +68,8 @@ def results(
     where nothing is estimated; ``coverage`` counts ``measured`` and ``expected`` cells and lists
     the ``missing`` ones; ``values`` holds everything measured, judged or not. Members of
     ``optional`` are left out where they are empty: ``known_failures``, a line a cell that failed
-    as known; ``references``, what losses are to; ``timing``, what latencies are of.
+    as known; ``references``, what losses are to; ``shape``, batch and context where they are not
+    those of the baselines; ``timing``, what latencies are of.
     """
     measured, missing = coverage(expected, cells)
     content = {

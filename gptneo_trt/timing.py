@@ -75,22 +75,22 @@ _OUTPUTS = (
 # Phase -> what its latencies are the time of; the same for both executors of a ratio.
 TIMED_REGIONS: Mapping[str, TimedRegion] = {
     "decode": TimedRegion(
-        timed="one replay is one decode step: the token id is read from device memory, the engine "
+        timed="one replay is one decode step: token ids are read from device memory, the engine "
         "runs, the K and V rows of all layers are written into the cache, the logits stay in "
         "device memory, and the position advances",
         synchronisation=_SYNCHRONISATION,
         transfers=_TRANSFERS,
-        tokens="1 token a replay, batch 1; the cache has `context` rows, and a stretch covers "
-        "positions just below its end",
+        tokens="`batch` tokens a replay, one of each text; the cache has `context` rows, and a "
+        "stretch covers positions just below its end",
         outputs=_OUTPUTS,
         graph="one CUDA graph holds the whole step",
     ),
     "prefill": TimedRegion(
-        timed="one replay is one run of the engine on T = `context` tokens: token ids are read "
-        "from device memory, logits and the K and V rows of all layers stay in device memory",
+        timed="one replay is one run of the engine on texts of T = `context` tokens: token ids are "
+        "read from device memory, logits and the K and V rows of all layers stay in device memory",
         synchronisation=_SYNCHRONISATION,
         transfers=_TRANSFERS,
-        tokens="`context` tokens a replay, batch 1",
+        tokens="`batch` x `context` tokens a replay, `context` of each text",
         outputs=_OUTPUTS,
         graph="one CUDA graph holds the whole run",
     ),

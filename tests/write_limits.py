@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 SNAPSHOT = "tests/gate/limits.json"
 COMMAND = "python -m tests.write_limits"
 REMOVED = "removed"  # in place of a direction
-UNITS = ("MIB",)  # numbers that limit nothing
+UNITS = ("MIB", "QUANTIZED_BYTES")  # numbers that limit nothing
 
 Row = dict[str, Any]  # "direction", "value" and "reason"
 Snapshot = dict[str, Row]

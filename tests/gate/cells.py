@@ -10,6 +10,8 @@ A test is marked ``cells`` with the phases and metrics it runs for, and with wha
                     "calibrated": rows that quantize activations
     limited=True    a limit of its own, which a row that is only explored has not
     text="sampled"  a text set that not every source of texts has
+    stored=False    nothing to compare with: a row that is only explored, or another shape
+    batched=True    a batch of several texts
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +39,7 @@ from tests.gate.selection import (
     target_of,
     text_source_of,
 )
+from tests.gate.shape import shape_of
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("build", "deserialize")
@@ -90,7 +93,13 @@ def _is_asked(config: pytest.Config, wants: dict, name: str, phase: str, metric:
     """Return whether a row owes a cell of this metric."""
     if not ROWS[wants.get("rows", "all")](variant_named(name)):
         return False
-    if is_explored(name) and (wants.get("limited") or metric.startswith(BASELINE_PREFIX)):
+    shape = shape_of(config)
+    is_stored = shape.is_stored and not is_explored(name)
+    if metric.startswith(BASELINE_PREFIX) and not is_stored:
+        return False
+    if wants.get("stored", is_stored) != is_stored or (wants.get("limited") and is_explored(name)):
+        return False
+    if wants.get("batched") and shape.batch == 1:
         return False
     if wants.get("text", "prose") not in SOURCES[text_source_of(config)]:
         return False

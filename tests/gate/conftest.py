@@ -26,9 +26,9 @@ from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import cells, hardware
 from tests.gate.blame import with_changes
 from tests.gate.counting import RUN, is_worker
-from tests.gate.measurer import CONTEXT
 from tests.gate.run import BASELINE_PREFIX, GateRun, baseline_key, stored_baseline
 from tests.gate.selection import target_of, unsupported_here
+from tests.gate.shape import Shape
 
 if TYPE_CHECKING:
     from tests.gate.speed import Stopwatch
@@ -155,9 +155,11 @@ def gate_run(
     texts: dict[str, TextSet],
     run_provenance: Provenance,
     baseline_folder: Path,
+    shape: Shape,
 ) -> GateRun:
     """Return the record of this run."""
     run = pytestconfig.stash[RUN]
+    run.shape = {} if shape.is_stored else shape._asdict()
     run.checkpoint, run.provenance, run.folder = checkpoint, run_provenance, baseline_folder
     run.key = baseline_key(target, backend, gpu, checkpoint, texts)
     return run
@@ -200,12 +202,18 @@ def calibrated(
 
 @pytest.fixture(scope="session")
 def built_network(
-    gate_run: GateRun, backend: Backend, checkpoint: Checkpoint, scales: Scales | None, calibrated
+    gate_run: GateRun,
+    backend: Backend,
+    checkpoint: Checkpoint,
+    scales: Scales | None,
+    shape: Shape,
+    calibrated,
 ) -> Callable[[Variant, str], Network]:
     """Return a function (variant, phase) -> Network, built now; its fingerprint is kept."""
 
     def get(variant: Variant, phase: str) -> Network:
-        network = build_network(backend, checkpoint, variant, scales, phase, CONTEXT)
+        sizes = shape.context, shape.batch
+        network = build_network(backend, checkpoint, variant, scales, phase, *sizes)
         calibrated(variant)
         gate_run.add_hash(variant.name, f"{phase}/network", fingerprint(network))
         return network
@@ -259,7 +267,7 @@ def stored(gate_run: GateRun) -> Callable[[Variant], Baseline]:
 
 
 @pytest.fixture(scope="session")
-def stopwatch(engines, gate_run: GateRun, plan, variants, gpu: Gpu) -> "Stopwatch":
+def stopwatch(engines, gate_run: GateRun, plan, variants, gpu: Gpu, shape: Shape) -> "Stopwatch":
     """Return what times engines, once no other process of this run uses the GPU."""
     # Only here: without a GPU this process does not wait for torch.
     from tests.gate.speed import Stopwatch, timing
@@ -269,7 +277,7 @@ def stopwatch(engines, gate_run: GateRun, plan, variants, gpu: Gpu) -> "Stopwatc
             with suppress(GptNeoTrtError):  # whoever asks for that plan is told
                 plan(variant, phase)
     timer = Stopwatch(engines, gpu.uuid)
-    gate_run.timing = timing() | {"watch": timer.record}  # which grows with every measurement
+    gate_run.timing = timing(shape) | {"watch": timer.record}  # which grows with every measurement
     return timer
 
 

@@ -17,6 +17,7 @@ from tests.gate import limits
 from tests.gate.reporting import write_reports
 from tests.gate.run import GateRun
 from tests.gate.selection import target_of
+from tests.gate.shape import shape_of
 from tests.gate.storing import update_baselines
 
 RUN = pytest.StashKey[GateRun]()
@@ -78,7 +79,7 @@ def pytest_terminal_summary(
         return
     target = run.provenance.target if run.provenance else target_of(config).name
     model = run.checkpoint.name if run.checkpoint else config.getoption("--model")
-    terminalreporter.section(f"gate: {model} on {target}")
+    terminalreporter.section(f"gate: {model}{shape_of(config).title()} on {target}")
     if not run.refusal:
         for line in _tables(run, model):
             terminalreporter.write_line(line)
@@ -104,8 +105,9 @@ def pytest_terminal_summary(
 
 
 def _tables(run: GateRun, model: str) -> list[str]:
-    """Return the lines of the tables, rows in the order of VARIANTS."""
+    """Return the lines of the tables, rows in the order of VARIANTS, explored ones last."""
     names = {name for name, _, _ in run.expected}
-    rows = {name: run.values.get(name, {}) for name in VARIANTS if name in names}
+    order = [*VARIANTS, *sorted(names - VARIANTS.keys())]
+    rows = {name: run.values.get(name, {}) for name in order if name in names}
     decisions = limits.DECISIONS.get(model, {})
     return report.tables(rows, run.cells, run.values.get(FLOOR, {}), decisions)

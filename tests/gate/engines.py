@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gptneo_trt import decoder
-from gptneo_trt.data import Measurement, Scales
+from gptneo_trt import decoder, metrics
+from gptneo_trt.data import Decoded, Measurement, Scales
 from gptneo_trt.decoder import Executor
 from gptneo_trt.engine import Engine
 from gptneo_trt.errors import GptNeoTrtError
@@ -14,6 +14,8 @@ from tests.gate.measure import Pipeline
 from tests.gate.measurer import CONTEXT, Setup
 
 REPEATS = 100  # calls after which an engine still has to give the same bits
+LONG, SHORT = 200, 8  # tokens of a text, and of one that follows it
+COMPARED = 32  # last positions of a text, where attention has carried what went wrong before
 
 
 class EnginePipeline(Pipeline):
@@ -70,41 +72,69 @@ class EnginePipeline(Pipeline):
             if name == variant.name and not isinstance(engine, GptNeoTrtError):
                 engine.keep_kernels()
 
-    def texts(self) -> np.ndarray:
-        """Return int32 [2, CONTEXT]: two texts of random tokens, the same in every run."""
-        generator = np.random.default_rng(0)
+    def texts(self, executor: Executor) -> np.ndarray:
+        """Return int32 [2, B, context]: two batches of random tokens, the same in every run."""
+        generator, shape = np.random.default_rng(0), (2, executor.batch, executor.context)
         vocabulary = self.checkpoint.architecture.vocab_size
-        return generator.integers(0, vocabulary, (2, CONTEXT), dtype=np.int32)
+        return generator.integers(0, vocabulary, shape, dtype=np.int32)
+
+    def _decoded(self, executor: Executor, token_ids: np.ndarray) -> Decoded:
+        """Return what whole texts give in the executor's phase."""
+        run = {"prefill": decoder.prefill, "decode": decoder.decode}[executor.phase]
+        return run(executor, self.checkpoint.architecture, token_ids)
 
     def first_and_last_logits(self, variant: Variant, phase: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logits of one text as the engine gives them first, and after REPEATS calls."""
+        """Return the logits of a batch as the engine gives them first, and after REPEATS calls."""
         engine, architecture = self.engine(variant, phase), self.checkpoint.architecture
-        run = {"prefill": decoder.prefill, "decode": decoder.decode}[phase]
-        text, other = self.texts()[:, None]
-        first = run(engine, architecture, text).logits
+        texts, others = self.texts(engine)
+        first = self._decoded(engine, texts).logits
         if phase == "prefill":
-            tokens = decoder.checked_tokens(other, architecture, engine).to(engine.device)
+            tokens = decoder.checked_tokens(others, architecture, engine).to(engine.device)
             for _ in range(REPEATS):
                 engine.run(decoder.prefill_feeds(tokens))
-        else:  # CONTEXT calls, which are more
-            run(engine, architecture, other)
+        else:
+            for _ in range(0, REPEATS, engine.context):  # each as many calls as the context
+                self._decoded(engine, others)
         self._keep_kernels(variant)
-        return first, run(engine, architecture, text).logits
+        return first, self._decoded(engine, texts).logits
+
+    def non_finite(self, variant: Variant, phase: str) -> str | None:
+        """Return the first value of a batch that fills the context and is not finite, or None."""
+        engine = self.engine(variant, phase)
+        decoded = self._decoded(engine, self.texts(engine)[0])
+        return metrics.first_non_finite(vars(decoded))
+
+    def logits_in_other_places(
+        self, variant: Variant, phase: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return texts in a batch, and their last logits in it and one place further up.
+
+        The first text of the batch has gone then, and another one follows: each text has another
+        place and other texts beside it. Token ids are int32 [B - 1, COMPARED], logits float32
+        [B - 1, COMPARED, V].
+        """
+        engine = self.engine(variant, phase)
+        texts, (another, *_) = self.texts(engine)
+        moved = np.concatenate((texts[1:], another[None]))
+        before, after = (
+            self._decoded(engine, each).logits[:, -COMPARED:] for each in (texts, moved)
+        )
+        return texts[1:, -COMPARED:], before[1:], after[:-1]
 
     def logits_after_another_text(
         self, variant: Variant, left_behind: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a short text's logits from a new loop, and after a long text in the same one.
+        """Return short texts' logits from a new loop, and after long texts in the same one.
 
         Args:
             variant: the row.
-            left_behind: what stands in every cache row before the short text starts.
+            left_behind: what stands in every cache row before the short texts start.
         """
         engine, architecture = self.engine(variant, "decode"), self.checkpoint.architecture
-        long, short = self.texts()
+        long, short = self.texts(engine)
         tokens = {
-            name: decoder.checked_tokens(text[None, :length], architecture, engine)
-            for name, text, length in (("long", long, 200), ("short", short, 8))
+            name: decoder.checked_tokens(texts[:, :length], architecture, engine)
+            for name, texts, length in (("long", long, LONG), ("short", short, SHORT))
         }
 
         def decoded(loop: decoder.DecodeLoop, name: str) -> np.ndarray:
@@ -113,8 +143,10 @@ class EnginePipeline(Pipeline):
                 loop.step()
             return loop.decoded().logits
 
-        alone = decoded(decoder.DecodeLoop(engine, architecture, 1, CONTEXT), "short")
-        loop = decoder.DecodeLoop(engine, architecture, 1, CONTEXT)
+        def new_loop() -> decoder.DecodeLoop:
+            return decoder.DecodeLoop(engine, architecture, engine.batch, engine.context)
+
+        alone, loop = decoded(new_loop(), "short"), new_loop()
         decoded(loop, "long")
         loop.cache.fill_(left_behind)
         return alone, decoded(loop, "short")

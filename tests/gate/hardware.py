@@ -16,6 +16,7 @@ from gptneo_trt.targets import Gpu, gpu_mismatch
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate.cells import baseline_folder
 from tests.gate.selection import gpu_of, known_failures_here, model_of, target_of
+from tests.gate.shape import shape_of
 
 # The smallest network that has every part: what TensorRT refuses here, it refuses of any row.
 PROBE = Architecture(
@@ -72,11 +73,13 @@ def _tensorrt_refusal(config: pytest.Config, gpu: Gpu) -> str | None:
 
 
 def _no_baselines(config: pytest.Config) -> str | None:
-    """Return that nothing is stored for this target, unless this run is to store it.
+    """Return that nothing is stored for this target, unless this run stores it or needs none.
 
     A checkpoint in a folder is stored under its hash: there the cells say what is missing.
     """
     if config.getoption("--update-baselines") or Path(config.getoption("--model")).is_dir():
+        return None
+    if not shape_of(config).is_stored:
         return None
     target, backend = target_of(config), backend_named(config.getoption("--tensorrt"))
     folder = baseline_folder(target, backend.target, model_of(config))

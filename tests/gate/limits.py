@@ -64,6 +64,7 @@ _NARROW = "ranges below the largest value saturate: that loss is the row's findi
 _FP8_STEP = "FP8's error is its 3-bit mantissa, not the range: as the recipe, a third of headroom"
 _WEIGHTS = "weights alone lose what their own rounding loses; a third over the first measurement"
 _INT8 = "one step a tensor or channel, 256 of them: between FP8 and weights alone; a third more"
+_FOUR_BITS = "eight magnitudes a block of 16: many times the recipe's loss; a third of headroom"
 
 BUNDLED = {
     "fp32": Limits(4e-4, 1e-9, 0.97, 1.002, 4e-4, 0.85, _EXACT),
@@ -101,6 +102,9 @@ BUNDLED = {
     "int8-channel": Limits(8.0e-3, 7.7e-3, 0.93, 1.015, 1.3e-2, 0.73, _INT8),
     "int8-smoothquant": Limits(7.1e-3, 6.8e-3, 0.935, 1.02, 9.5e-3, 0.79, _INT8),
     "int8-weights": Limits(7.5e-4, 4.6e-4, 0.97, 1.005, 9.0e-4, 0.90, _WEIGHTS),
+    "int4-awq": Limits(0.1, 0.1, 0.78, 1.16, 0.15, 0.33, _WEIGHTS),
+    "nvfp4-weights": Limits(6.7e-2, 6.7e-2, 0.83, 1.08, 7.5e-2, 0.55, _WEIGHTS),
+    "nvfp4": Limits(0.14, 0.14, 0.77, 1.14, 0.18, 0.31, _FOUR_BITS),
 }
 
 # Of engines, where these differ from the network: (checkpoint name, variant) -> limits. fp32
@@ -139,6 +143,9 @@ MATRIX = (
     "int8-channel",
     "int8-smoothquant",
     "int8-weights",
+    "int4-awq",
+    "nvfp4-weights",
+    "nvfp4",
 )
 # Rows that the study built, for models that have no limits of their own: size and speed.
 STUDY_ROWS = (
@@ -222,6 +229,11 @@ PLAN_KERNEL_SOURCE_MIB = Tolerance(
 )
 
 
+# Format -> bytes of a weight, with the scales of its blocks: INT4 has one in fp16 for 128 at most,
+# NVFP4 one in FP8 for 16. Those of a tensor or channel are fewer than a MiB.
+QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
+
+
 def _plan_mib(smallest: float, largest: float) -> tuple[Tolerance, Tolerance]:
     reason = (
         "the study's plans of 313.6 and 239.5 MiB; prefill in FP8 may be larger, see "
@@ -284,9 +296,14 @@ def decision_of(checkpoint: Checkpoint, variant: Variant) -> str:
     return DECISIONS[checkpoint.name][variant.name]
 
 
-def step_overhead(checkpoint: Checkpoint) -> float:
-    """Return how much longer than its engine a decode step may take; a shallow engine's limit."""
-    return STEP_OVERHEAD.get(checkpoint.name, max(STEP_OVERHEAD.values()))
+def step_overhead(checkpoint: Checkpoint, *, is_stored_shape: bool = True) -> float:
+    """Return how much longer than its engine a decode step may take.
+
+    The limit of a shallow engine is that of another model, and of a batch or context of which
+    nothing is stored.
+    """
+    loosest = max(STEP_OVERHEAD.values())
+    return STEP_OVERHEAD.get(checkpoint.name, loosest) if is_stored_shape else loosest
 
 
 def alternative(checkpoint: Checkpoint, metric: str) -> Bound:
@@ -294,15 +311,19 @@ def alternative(checkpoint: Checkpoint, metric: str) -> Bound:
     return ALTERNATIVES.get((checkpoint.name, metric), ALTERNATIVES["", metric])
 
 
-def plan_mib(checkpoint: Checkpoint, variant: Variant, phase: str) -> tuple[float, float]:
+def plan_mib(
+    checkpoint: Checkpoint, variant: Variant, phase: str, *, is_stored_shape: bool = True
+) -> tuple[float, float]:
     """Return the smallest and largest plan of a row, in MiB.
 
-    Weights take 2 bytes in fp16, 4 in fp32, 1 in FP8 and INT8; a tied table is stored twice, once
-    to gather and once to multiply. Beyond that a plan holds kernels: PLAN_KERNELS_MIB. FP8 weights
-    whose activations are not quantized may stay in fp16: TensorRT-RTX 1.6 stores them so.
+    Weights take 2 bytes in fp16, 4 in fp32, those of QUANTIZED_BYTES quantized; a tied table is
+    stored twice, once to gather and once to multiply. Beyond that a plan holds kernels:
+    PLAN_KERNELS_MIB. FP8 weights whose activations are not quantized may stay in fp16:
+    TensorRT-RTX 1.6 stores them so. The rows of PLAN_MIB are for the batch and context of which
+    plans are stored.
     """
     fixed = PLAN_MIB.get((checkpoint.name, variant.name, phase))
-    if fixed:
+    if fixed and is_stored_shape:
         return fixed
     width = 4 if variant.compute_type == "fp32" else 2
     sizes = {name: array.size for name, array in checkpoint.weights.items()}
@@ -310,9 +331,10 @@ def plan_mib(checkpoint: Checkpoint, variant: Variant, phase: str) -> tuple[floa
         sizes[f"{HEAD}.weight"] = sizes["transformer.wte.weight"]
     modules = variant.quantized_modules(checkpoint.architecture.num_layers)
     quantized = sum(sizes[f"{module}.weight"] for module in modules)
-    smallest = (width * (sum(sizes.values()) - quantized) + quantized) / MIB
+    narrow = QUANTIZED_BYTES[variant.quantized_format]
+    smallest = (width * (sum(sizes.values()) - quantized) + narrow * quantized) / MIB
     sources = sum(phase == "prefill" and module.endswith("c_proj") for module in modules)
     largest = smallest + PLAN_KERNELS_MIB + PLAN_KERNEL_SOURCE_MIB * sources
     if variant.quantized_format == "fp8" and not variant.quantized_activations:
-        largest += (width - 1) * quantized / MIB
+        largest += (width - narrow) * quantized / MIB
     return smallest, largest

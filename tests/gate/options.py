@@ -9,6 +9,7 @@ from gptneo_trt.backend import FLAVOURS
 from gptneo_trt.errors import RunError
 from gptneo_trt.variants import TYPES
 from tests.gate.selection import refused_names, target_of
+from tests.gate.shape import STORED_SHAPE, refuse_shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +75,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "processor may: measures the noise of a run without a regression (default: 0, natural)",
     )
     group.addoption(
+        "--batch",
+        metavar="N",
+        type=int,
+        default=STORED_SHAPE.batch,
+        help="texts that go through a network together, for size and speed of random weights "
+        f"(default: {STORED_SHAPE.batch})",
+    )
+    group.addoption(
+        "--context",
+        metavar="N",
+        type=int,
+        default=STORED_SHAPE.context,
+        help="cache rows in decode and longest text in prefill, for size and speed of random "
+        f"weights (default: {STORED_SHAPE.context})",
+    )
+    group.addoption(
         "--update-baselines",
         action="store_true",
         help="write baselines/ from this run, which then fails: commit, and run again without",
@@ -96,6 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--update-baselines: obtained --summation-order={order}, expected 0: what is stored "
             "is the natural order; leave one of the two options out"
         )
+    refuse_shape(config)
     _configure_xdist(config)
     wrong = refused_names(config)
     if wrong:

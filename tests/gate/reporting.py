@@ -19,6 +19,7 @@ def results_of(run: GateRun) -> dict[str, object]:
         "known_failures": run.known_failures,
         "references": run.references,
         "rows": _rows(run.checkpoint, {variant for variant, _, _ in run.expected}),
+        "shape": run.shape,
         "ship_limits": {
             name: {"direction": bound.direction, "value": float(bound.value)}
             for name, bound in limits.SHIP_LIMITS.items()

@@ -77,6 +77,7 @@ class GateRun:
         refusal: why nothing can be measured here, and what to do; "" otherwise.
         known_failures: cells that failed as a row of KNOWN_FAILURES says, a line each.
         timing: what the latencies are the time of; empty where nothing is timed.
+        shape: batch and context, where nothing is stored of them; else empty.
         hashes: variant -> "scales", "<phase>/network", "<phase>/plan" -> SHA-256 of what was built.
         references: type -> provenance of the model that losses are to.
         unresolved: variant -> "<phase>/regression/<metric>" -> why its noise is too large to store.
@@ -98,6 +99,7 @@ class GateRun:
     refusal: str = ""
     known_failures: list[str] = field(default_factory=list)
     timing: Mapping[str, object] = field(default_factory=dict)
+    shape: Mapping[str, int] = field(default_factory=dict)
     references: dict[str, Mapping[str, str]] = field(default_factory=dict)
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     unresolved: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class GateRun:
         self.checkpoint = self.checkpoint or other.checkpoint
         self.provenance = self.provenance or other.provenance
         self.timing = self.timing or other.timing
+        self.shape = self.shape or other.shape
 
     def has_cell(self, key: Key) -> bool:
         """Return whether a cell of this name was judged."""
@@ -192,8 +195,9 @@ class GateRun:
                 its interpreted network: built again, an engine gives the same bits (measured).
                 Else a tolerance that this noise does not let the texts resolve is refused.
         """
-        again = regression_values(second)
-        for name, (before, text) in regression_values(first).items():
+        again, measured = regression_values(second), regression_values(first)
+        own_kl = float(measured["kl_mean_nats"][0].mean()) if "kl_mean_nats" in measured else 0.0
+        for name, (before, text) in measured.items():
             key = f"{phase}/{BASELINE_PREFIX}{name}"
             if name not in again:
                 self.unresolved.setdefault(variant, {})[key] = (
@@ -206,7 +210,7 @@ class GateRun:
             self.add_value(variant, f"{key}/noise", paired.standard_error)
             text_set, _, metric = name.rpartition("/")
             tolerance = tolerances.regression_tolerance(
-                text_set or "prose", metric, float(before.mean())
+                text_set or "prose", metric, float(before.mean()), own_kl
             )
             why = tolerances.unresolved(key, paired.minimum_detectable, tolerance)
             if why and not is_bound:

@@ -5,19 +5,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from gptneo_trt import decoder, gpu_watch
 from gptneo_trt.alternatives import alternative
 from gptneo_trt.data import Speedup
+from gptneo_trt.engine import Engine
 from gptneo_trt.engine_verdicts import noise_fault
 from gptneo_trt.gpu_watch import GpuSample, GpuWatch
 from gptneo_trt.timing import TIMED_REGIONS, DeviceClock, PairedTimer, Timed
 from gptneo_trt.variants import FLOOR, VARIANTS, Variant
 from tests.gate import tolerances
 from tests.gate.engines import EnginePipeline
-from tests.gate.measurer import CONTEXT
+from tests.gate.shape import Shape
 
 ROUNDS, WARM_UP_ROUNDS = 30, 3
 ALTERNATIVE_ROUNDS = 10  # they differ by tens of per cent, and some take milliseconds a replay
@@ -52,13 +52,13 @@ class Comparison:
 IsSettled = Callable[[Comparison, Comparison], bool]
 
 
-def timing() -> dict[str, object]:
+def timing(shape: Shape) -> dict[str, object]:
     """Return what every latency of a run is the time of, for reports and baselines."""
     regions = {
         phase: asdict(region) | {"replays": REPLAYS[phase], "rounds": ROUNDS}
         for phase, region in TIMED_REGIONS.items()
     }
-    return {"regions": regions, "warm_up_rounds": WARM_UP_ROUNDS, "context": CONTEXT}
+    return {"regions": regions, "warm_up_rounds": WARM_UP_ROUNDS} | shape._asdict()
 
 
 class Stopwatch:
@@ -83,17 +83,23 @@ class Stopwatch:
     def _architecture(self):
         return self._engines.checkpoint.architecture
 
-    def _text(self) -> np.ndarray:
-        return self._engines.texts()[:1]
+    def _tokens(self, engine: Engine) -> torch.Tensor:
+        """Return a batch of texts that fill the context, int32 [1, B, context] on the host."""
+        texts = self._engines.texts(engine)[0]
+        return decoder.checked_tokens(texts, self._architecture, engine)
+
+    def _loop(self, engine: Engine) -> decoder.DecodeLoop:
+        """Return a loop with room for a batch of texts that fill the cache."""
+        return decoder.DecodeLoop(engine, self._architecture, engine.batch, engine.context)
 
     def step(self, variant: Variant) -> Timed:
         """Return a decode step just below the end of a full cache."""
         engine = self._engines.engine(variant, "decode")
-        loop = decoder.DecodeLoop(engine, self._architecture, 1, CONTEXT)
-        loop.start(decoder.checked_tokens(self._text(), self._architecture, engine))
-        for _ in range(CONTEXT):
+        loop = self._loop(engine)
+        loop.start(self._tokens(engine))
+        for _ in range(engine.context):
             loop.step()
-        first = CONTEXT - REPLAYS["decode"]
+        first = engine.context - REPLAYS["decode"]
         return Timed(
             variant.name,
             loop.step,
@@ -104,7 +110,7 @@ class Stopwatch:
     def bare_step(self, variant: Variant) -> Timed:
         """Return the replay of a decode engine and nothing else."""
         engine = self._engines.engine(variant, "decode")
-        loop = decoder.DecodeLoop(engine, self._architecture, 1, CONTEXT)
+        loop = self._loop(engine)
         outputs = engine.run(loop.feeds)
         return Timed(
             f"{variant.name} without its step",
@@ -114,10 +120,9 @@ class Stopwatch:
         )
 
     def whole_text(self, variant: Variant) -> Timed:
-        """Return a prefill of CONTEXT tokens."""
+        """Return a prefill of texts that fill the context."""
         engine = self._engines.engine(variant, "prefill")
-        tokens = decoder.checked_tokens(self._text(), self._architecture, engine)
-        feeds = decoder.prefill_feeds(tokens.to(engine.device))
+        feeds = decoder.prefill_feeds(self._tokens(engine).to(engine.device))
         outputs = engine.run(feeds)
         return Timed(
             variant.name,
@@ -183,8 +188,9 @@ class Stopwatch:
 
     def alternative(self, name: str, phase: str) -> Comparison:
         """Return fp16's time over that of what a user would otherwise run."""
-        checkpoint = self._engines.checkpoint
-        own = alternative(name, phase, checkpoint, CONTEXT, torch.device("cuda"))
+        checkpoint, engine = self._engines.checkpoint, self._engines.engine(VARIANTS[FLOOR], phase)
+        shape = engine.batch, engine.context
+        own = alternative(name, phase, checkpoint, shape, torch.device("cuda"))
         return self._undisturbed(self.floor(phase), own, phase, ALTERNATIVE_ROUNDS)
 
     def _undisturbed(self, floor: Timed, own: Timed, phase: str, rounds: int) -> Comparison:

@@ -22,10 +22,10 @@ def test_plan_builds(variant, phase, metric, planned, judge):
 
 
 @pytest.mark.cells(phases=PHASES, metrics=("plan_mib",), plan=True)
-def test_plan_size_is_within_its_limits(variant, phase, metric, planned, judge, checkpoint):
+def test_plan_size_is_within_its_limits(variant, phase, metric, planned, judge, checkpoint, shape):
     """A plan is no larger than the weights of its row explain, and no smaller."""
     built = planned(variant, phase)
-    smallest, largest = limits.plan_mib(checkpoint, variant, phase)
+    smallest, largest = limits.plan_mib(checkpoint, variant, phase, is_stored_shape=shape.is_stored)
     low = judge_limit(variant.name, phase, metric, built.plan_mib, Bound(AT_LEAST, smallest))
     high = judge_limit(variant.name, phase, metric, built.plan_mib, Bound(AT_MOST, largest))
     judge(low if low.verdict != "passed" else high)

@@ -98,6 +98,35 @@ def test_R02_an_earlier_text_leaves_nothing_behind(variant, phase, metric, engin
     _judge_same_bits(variant, phase, metric, judge, pairs)
 
 
+@pytest.mark.cells(phases=PHASES, metrics=("engine/non_finite",), hardware=True, stored=False)
+def test_engine_gives_finite_values(variant, phase, metric, engines, judge):
+    """Texts that fill the context give no NaN or infinity in logits, K or V."""
+    found = engines.non_finite(variant, phase)
+    verdict, reason = ("failed", found) if found else ("passed", "logits, K and V are finite")
+    judge(Cell(variant.name, phase, metric, found or 0, 0, None, verdict, reason))
+
+
+@pytest.mark.cells(
+    phases=PHASES,
+    metrics=("engine/places_kl_mean_nats",),
+    hardware=True,
+    rows="exact",
+    batched=True,
+)
+def test_a_text_gives_the_same_wherever_it_stands_in_a_batch(
+    variant, phase, metric, engines, gate_run, judge
+):
+    """One place further up, with another text beside it, a text of a batch gives what it gave.
+
+    Of rows without FP8 alone, whose sums differ by their order and by no more.
+    """
+    obtained = directly_compared(*engines.logits_in_other_places(variant, phase))
+    nats = obtained.values["kl_mean_nats"]
+    gate_run.add_value(variant.name, f"{phase}/{metric}", nats)
+    bound = Bound(AT_MOST, tolerances.DIRECT_KL_NATS)
+    judge(judge_limit(variant.name, phase, metric, nats, bound))
+
+
 @pytest.mark.cells(
     phases=PHASES,
     metrics=("excess/bf16/kl_mean_nats", "excess/float32/kl_mean_nats"),

@@ -130,7 +130,8 @@ def _paired(variant, phase, metric, measurement, found):
         noise_standard_error=found.values.get(f"{phase}/{metric}/noise", 0.0),
     )  # fmt: skip
     mean = float(before.mean(dtype="float64"))
-    tolerance = tolerances.regression_tolerance(text_set, name, mean)
+    own_kl = float(found.tokens[f"{phase}/{BASELINE_PREFIX}kl_mean_nats"].mean(dtype="float64"))
+    tolerance = tolerances.regression_tolerance(text_set, name, mean, own_kl)
     return judge_regression(variant.name, phase, metric, paired, mean, tolerance)
 
 

@@ -73,12 +73,14 @@ def checkpoints() -> dict[str, Checkpoint]:
 def request_of(
     backend: Backend, checkpoints: dict[str, Checkpoint], runs_on: str
 ) -> Callable[..., PlanRequest]:
-    """Return a function (phase, row, checkpoint) -> PlanRequest, of T0 in fp16 if not said."""
+    """Return a function (phase, row, checkpoint, batch) -> PlanRequest; T0, fp16, 1 if not said."""
 
-    def make(phase: str, row: str = "fp16", checkpoint: str = "t0") -> PlanRequest:
+    def make(phase: str, row: str = "fp16", checkpoint: str = "t0", batch: int = 1) -> PlanRequest:
         found = checkpoints[checkpoint]
         scales = fixed_scales(found)
-        return PlanRequest(backend, found, VARIANTS[row], scales, phase, CONTEXT, gpu=runs_on)
+        return PlanRequest(
+            backend, found, VARIANTS[row], scales, phase, CONTEXT, gpu=runs_on, batch=batch
+        )
 
     return make
 
@@ -111,11 +113,11 @@ def interpreter_of(request_of: Callable[..., PlanRequest]) -> Callable[..., Inte
     """Return a function like ``request_of`` -> Interpreter of the network of that plan."""
 
     @cache
-    def make(*asked: str) -> Interpreter:
+    def make(*asked: str | int) -> Interpreter:
         request = request_of(*asked)
         network = build_network(
             request.backend, request.checkpoint, request.variant, request.scales, request.phase,
-            request.context,
+            request.context, request.batch,
         )  # fmt: skip
         return Interpreter(network)
 

@@ -13,6 +13,7 @@ from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import Variant
 from tests.gate.cells import OutsideShipLimitsError, errored
 from tests.gate.run import GateRun
+from tests.gate.shape import STORED_SHAPE
 
 Cells = dict[tuple[str, str], Cell]  # (phase, metric) -> cell
 
@@ -64,7 +65,7 @@ def judged(
         if cell.verdict != "passed":
             raise _RedError
 
-    given = {"target": TARGETS["cpu"], "comparing": True} | fixtures
+    given = {"target": TARGETS["cpu"], "comparing": True, "shape": STORED_SHAPE} | fixtures
     given |= {"variant": variant, "judge": judge, "gate_run": run}
     for test in tests:
         for phase, metric in sorted(wanted_cells([test])):

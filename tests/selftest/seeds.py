@@ -59,13 +59,13 @@ def network_from(
     """Return a seed: networks see another configuration, weights or ranges than the reference."""
     build_network = network.build_network
 
-    def build(backend, checkpoint, variant, scales, phase, context):
+    def build(backend, checkpoint, variant, scales, phase, *sizes):
         changed = {name: change(checkpoint.weights) for name, change in (weights or {}).items()}
         shapes = replace(checkpoint.architecture, **(architecture or {}))
         seen = replace(checkpoint, architecture=shapes, weights={**checkpoint.weights, **changed})
         if amax and scales:
             scales = replace(scales, activation_amax=amax(dict(scales.activation_amax)))
-        return build_network(backend, seen, variant, scales, phase, context)
+        return build_network(backend, seen, variant, scales, phase, *sizes)
 
     return lambda patch: everywhere(patch, build_network, build)
 

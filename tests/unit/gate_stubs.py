@@ -154,6 +154,8 @@ class Options:
             "variants": "",
             "dequantize": "fp16",
             "summation_order": 0,
+            "batch": 1,
+            "context": 256,
             "update_baselines": False,
         } | given
 
@@ -204,7 +206,7 @@ def pytest_load_initial_conftests():
         "tests.gate.speed": {
             "CLOCK": Clock(),
             "Stopwatch": Stopwatch,
-            "timing": lambda: TIMING,
+            "timing": lambda shape: TIMING,
         },
     }
     for name, members in modules.items():

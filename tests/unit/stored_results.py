@@ -43,7 +43,7 @@ def measured_only(results, kept):
     return part
 
 
-def with_cell(results, variant, phase, metric, **changes):
+def with_cell(results, variant, phase, metric, /, **changes):
     """Return the results with one cell changed."""
     part = copy.deepcopy(results)
     for cell in part["cells"]:

@@ -178,3 +178,12 @@ def test_command_names_what_the_runs_differ_in(before, tmp_path, capsys):
     assert "- torch: 2.11.0 -> 9.9" in told
     assert "| fp8/decode/plan_mib | 8.756 | 8.8 | +0.51 % | beyond noise: counted |" in told
     assert compare.main([files[0], files[0]]) == 0
+
+
+def test_another_batch_or_context_is_said_first(before):
+    """Two runs of other shapes differ in everything: the first lines say why."""
+    after = before | {"shape": {"batch": 4, "context": 1024}}
+
+    lines = compare.differences_of_runs(before, after)
+
+    assert lines == ["shape: the baselines' -> batch 4, context 1024"]

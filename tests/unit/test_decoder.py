@@ -355,8 +355,8 @@ def test_phases_are_not_mixed_up(executor, t0):
 class Narrow:
     """Run an executor that takes so many texts at once, and count its calls."""
 
-    def __init__(self, executor, texts_at_once):
-        self.executor, self.texts_at_once, self.calls = executor, texts_at_once, []
+    def __init__(self, executor, batches_at_once):
+        self.executor, self.batches_at_once, self.calls = executor, batches_at_once, []
 
     def __getattr__(self, name):
         return getattr(self.executor, name)

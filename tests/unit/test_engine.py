@@ -179,14 +179,20 @@ def gpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def network_of(backend, t0):
-    """Return a function (phase, row) -> Network of T0."""
-    return cache(lambda phase, row: build_network(backend, t0, VARIANTS[row], None, phase, CONTEXT))
+    """Return a function (phase, row, batch) -> Network of T0."""
+    return cache(
+        lambda phase, row, batch: build_network(
+            backend, t0, VARIANTS[row], None, phase, CONTEXT, batch
+        )
+    )
 
 
 @pytest.fixture
 def stub(network_of, gpu):
-    """Return a function (phase, row) -> StubEngine."""
-    return lambda phase="prefill", row="fp16": StubEngine(network_of(phase, row), gpu)
+    """Return a function (phase, row, batch) -> StubEngine."""
+    return lambda phase="prefill", row="fp16", batch=1: StubEngine(
+        network_of(phase, row, batch), gpu
+    )
 
 
 @pytest.fixture
@@ -197,7 +203,9 @@ def engine_of(monkeypatch, backend, t0):
         network = stub.interpreter.network
         loaded = Loaded(None, stub, stub, log_collector(backend.trt), 0.0)
         monkeypatch.setattr("gptneo_trt.engine.load", lambda backend, plan, kernels: loaded)
-        request = PlanRequest(backend, t0, network.variant, None, network.phase, network.context)
+        request = PlanRequest(
+            backend, t0, network.variant, None, network.phase, network.context, batch=network.batch
+        )
         return Engine(request, Plan(Path("some.plan"), 1.0, 1.0, False, ()), device="cpu")
 
     return load
@@ -243,14 +251,15 @@ def same(obtained, expected):
 
 @pytest.mark.parametrize("row", ["fp16", "fp32"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_engine_gives_what_its_network_gives(monkeypatch, stub, engine_of, t0, phase, row):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_engine_gives_what_its_network_gives(monkeypatch, stub, engine_of, t0, phase, row, batch):
     """Through addresses, lengths and half-precision caches: bitwise the interpreter's results."""
-    made = stub(phase, row)
-    made.interpreter.texts_at_once = 1
+    made = stub(phase, row, batch)
+    made.interpreter.batches_at_once = 1
     engine = engine_of(made)
     monkeypatch.setattr(Engine, "repeat", Interpreter.repeat)
     run = {"prefill": decoder.prefill, "decode": decoder.decode}[phase]
-    for tokens in (TOKENS[:1], TOKENS[1:, :5], TOKENS):
+    for tokens in (TOKENS[:batch], TOKENS[-batch:, :5], TOKENS):
         obtained = run(engine, t0.architecture, tokens)
         expected = run(made.interpreter, t0.architecture, tokens)
         assert all(
@@ -260,10 +269,11 @@ def test_engine_gives_what_its_network_gives(monkeypatch, stub, engine_of, t0, p
 
 
 def test_engine_says_what_it_runs(stub, engine_of):
-    """Row, phase, context and device are the request's; texts go one by one."""
-    engine = engine_of(stub("decode"))
+    """Row, phase, context, batch and device are the request's; batches go one by one."""
+    engine = engine_of(stub("decode", batch=2))
     assert (engine.variant, engine.phase, engine.context) == (VARIANTS["fp16"], "decode", CONTEXT)
-    assert (engine.texts_at_once, engine.device) == (1, torch.device("cpu"))
+    assert (engine.batch, engine.batches_at_once) == (2, 1)
+    assert engine.device == torch.device("cpu")
 
 
 def test_a_tensor_of_another_type_is_refused(backend, stub, engine_of):

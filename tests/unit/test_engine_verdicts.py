@@ -9,6 +9,7 @@ from gptneo_trt.data import PairedDifference, Speedup
 from gptneo_trt.engine_verdicts import (
     judge_disturbed,
     judge_excess,
+    judge_resolved,
     judge_speedup,
     minimum_detectable_x,
 )
@@ -293,3 +294,26 @@ def test_without_a_disturbance_a_cell_stays_as_it_is():
 
     assert judge_disturbed(passed, ()) is passed
     assert judge_disturbed(missing, ("throttled: software power cap",)) is missing
+
+
+# A ratio that nothing is stored for
+
+
+@pytest.mark.parametrize(
+    ("half", "noise", "verdict", "words"),
+    [
+        (0.01, QUIET, "passed", "obtained 0.9 (0.89 to 0.91 at 95 %, 30 rounds), expected at le"),
+        (0.10, QUIET, "inconclusive", "too few rounds to decide: obtained 0.9"),
+        (0.01, speedup(1.02, 0.01), "inconclusive", "the machine is too noisy: A/A gave 1.02"),
+        (np.nan, QUIET, "failed", "non-finite measurement: obtained 0.9"),
+    ],
+)
+def test_a_ratio_is_told_where_its_rounds_resolve_the_tolerance(half, noise, verdict, words):
+    """Slower than fp16 is no failure: no row says what it should be. No baseline is named."""
+    cell = judge_resolved(*SPEED, speedup(0.9, half), 0.05, noise, **NOISE, minimum_detectable=0.01)
+
+    assert cell.verdict == verdict
+    assert cell.reason.startswith(words)
+    assert "stored" not in cell.reason
+    assert "minimum detectable effect 0.01" in cell.reason
+    assert (cell.obtained, cell.baseline, cell.limit) == (0.9, None, "itself - 5 %")

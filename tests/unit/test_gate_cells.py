@@ -33,6 +33,8 @@ KNOWN_BUILD = "Error Code 4: element types of two inputs differ: FP8 and Half"
 KNOWN_LOAD = "this version does not support this compute capability"
 BOTH = set(PHASES)
 SAMPLED = "regression/sampled/kl_mean_nats"
+RANDOM = "random:gpt-neo-125m"
+OTHER_SHAPES = {"batch": {"batch": 4}, "context": {"context": 1024}}
 
 
 @pytest.fixture
@@ -221,11 +223,37 @@ def test_only_the_floor_is_timed_against_what_else_there_is(run):
 @pytest.mark.parametrize(("target", "gpu"), [("cpu", None), ("h200", H200)])
 def test_random_weights_owe_no_quality(run, target, gpu):
     """What is meaningless is not asked for: no loss, no excess, no decision."""
-    owed = asked(run(target, gpu=gpu, model="random:gpt-neo-125m", variants="fp16,fp8"))
+    owed = asked(run(target, gpu=gpu, model=RANDOM, variants="fp16,fp8"))
 
     words = ("kl_", "nll_", "top1_", "perplexity", "finite", "ship", "excess", "direct")
     assert [key for key in owed if any(word in key[2] for word in words)] == []
     assert ("fp8", "decode", "plan_mib") in owed
+
+
+@pytest.mark.parametrize("options", OTHER_SHAPES.values(), ids=OTHER_SHAPES)
+@pytest.mark.parametrize("row", ["fp16", "fp8"])
+def test_another_shape_owes_what_needs_no_stored_run(run, options, row):
+    """Comparisons are left out; finite values and a ratio that its rounds resolve come in."""
+    stored, other = (
+        of_row(asked(run("h200", gpu=H200, model=RANDOM, variants="fp16,fp8", **each)), row)
+        for each in ({}, options)
+    )
+
+    gone = {"regression/plan_mib": BOTH, "regression/speedup_x": BOTH}
+    new = {"engine/non_finite": BOTH, "speedup_x": BOTH}
+    if "batch" in options and row == "fp16":
+        new |= {"engine/places_kl_mean_nats": BOTH}
+    assert stored.keys() & new.keys() == set()
+    assert stored.items() >= gone.items()
+    assert other == {m: phases for m, phases in stored.items() if m not in gone} | new
+
+
+@pytest.mark.parametrize("options", OTHER_SHAPES.values(), ids=OTHER_SHAPES)
+def test_another_shape_without_a_gpu_owes_its_build(run, options):
+    """-m cpu builds plans of any shape: nothing of an engine is asked for."""
+    owed = of_row(asked(run("cpu", model=RANDOM, variants="fp8", **options)), "fp8")
+
+    assert owed == dict.fromkeys(("build", "plan_mib", "quantized_projections"), BOTH)
 
 
 @pytest.mark.parametrize(("target", "gpu"), [("cpu", None), ("h200", H200), ("b200", B200)])

@@ -40,6 +40,7 @@ def fixtures(**wrong):
         "direct_nats": 1e-5, "direct_top1": 1.0, "overhead": 1.0, "alternative": 0.5,
         "clock": 0.95,
         "speedup": 1.0, "noise": 1.0, "disabled": False, "disturbed": (), "noise_disturbed": (),
+        "moved": SAME,
     }  # fmt: skip
     is_ = SimpleNamespace(**good | wrong)
     loaded = SimpleNamespace(load_s=0.1, log=SimpleNamespace(lines=[]))
@@ -51,6 +52,8 @@ def fixtures(**wrong):
             engine=lambda variant, phase: engine,
             first_and_last_logits=lambda variant, phase: (SAME, is_.last),
             logits_after_another_text=lambda variant, left: (SAME, is_.after),
+            logits_in_other_places=lambda variant, phase: (np.ones((1, 2), int), SAME, is_.moved),
+            non_finite=lambda variant, phase: is_.non_finite,
         ),
         "checkpoint": SimpleNamespace(
             name="bundled", architecture=SimpleNamespace(num_layers=2)
@@ -81,6 +84,8 @@ TESTS = {
     "fp8": test_engine.test_exactly_the_intended_projections_run_quantized,
     "repeats": test_engine.test_first_and_hundredth_call_give_the_same_bits,
     "forgets": test_engine.test_R02_an_earlier_text_leaves_nothing_behind,
+    "finite": test_engine.test_engine_gives_finite_values,
+    "places": test_engine.test_a_text_gives_the_same_wherever_it_stands_in_a_batch,
     "excess": test_engine.test_engine_loses_what_its_recipe_loses,
     "direct": test_engine.test_engine_gives_what_its_network_gives,
     "clock": test_speed.test_clock_counts_what_the_device_does,
@@ -88,6 +93,7 @@ TESTS = {
     "decode": test_speed.test_decode_against_what_a_user_would_run,
     "prefill": test_speed.test_prefill_against_what_a_user_would_run,
     "speed": test_speed.test_speed_against_fp16_is_the_stored_one,
+    "resolved": test_speed.test_speed_against_fp16_is_resolved,
 }
 THROTTLED = {"disturbed": ("throttled: x",)}
 # Name -> test, what is wrong, the verdict that some of its cells have, and what their reason says.
@@ -99,6 +105,10 @@ FAULTS = {
     ),
     "an exchanged kernel": ("repeats", {"last": OTHER}, "failed", "after 100 calls: 6 of 6"),
     "a stale cache": ("forgets", {"after": OTHER}, "failed", "nan in the cache: 6 of 6"),
+    "an infinite key": ("finite", {"non_finite": "keys[0] = inf"}, "failed", "keys.0. = inf"),
+    "texts that touch each other": (
+        "places", {"moved": SAME * [1, 1, 1.1]}, "failed", "expected at most 5e-05",
+    ),
     "an engine that loses more": ("excess", {"engine_nats": 0.012}, "failed", "loses more than"),
     "an engine that loses less": ("excess", {"engine_nats": 0.008}, "failed", "loses less than"),
     "an engine with a NaN": ("excess", {"non_finite": "logits[0] = nan"}, "not measured", "nan"),
@@ -116,6 +126,9 @@ FAULTS = {
     ),
     "a throttled step": ("overhead", THROTTLED, "inconclusive", "otherwise passed: obtained 1,"),
     "a throttled alternative": ("decode", THROTTLED, "inconclusive", "otherwise passed: obtai"),
+    "a noisy machine elsewhere": ("resolved", {"noise": 1.02}, "inconclusive", "too noisy"),
+    "a throttled GPU elsewhere": ("resolved", THROTTLED, "inconclusive", "measured twice, disturb"),
+    "no benchmark elsewhere": ("resolved", {"disabled": True}, "not measured", "are disabled"),
     "no benchmark": ("speed", {"disabled": True}, "not measured", "benchmarks are disabled"),
 }  # fmt: skip
 
@@ -123,7 +136,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", TESTS)
 def test_control_is_green(name):
     """Without a fault every cell of the test passes."""
-    variant = FP16 if name in ("direct", "clock", "overhead", "decode", "prefill") else FP8
+    variant = (
+        FP16 if name in ("direct", "places", "clock", "overhead", "decode", "prefill") else FP8
+    )
     cells = judged([TESTS[name]], variant, **fixtures())
     assert cells.keys() == wanted_cells([TESTS[name]])
     assert {cell.verdict for cell in cells.values()} == {"passed"}

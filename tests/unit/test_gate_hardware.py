@@ -196,6 +196,12 @@ def test_a_run_that_writes_baselines_needs_none(refusal):
     assert refusal("h200", H200, stored=False, update_baselines=True) is None
 
 
+@pytest.mark.parametrize("shape", [{"batch": 4}, {"context": 1024}], ids=str)
+def test_another_batch_or_context_needs_none(refusal, shape):
+    """Nothing is compared there, of a model that has baselines or that has none."""
+    assert refusal("h200", H200, stored=False, model="random:gpt-neo-1.3B", **shape) is None
+
+
 def test_a_checkpoint_in_a_folder_is_not_looked_for_by_its_path(refusal, tmp_path):
     """Its baselines are named by its hash, which only the cells know."""
     assert refusal("h200", H200, stored=False, model=str(tmp_path)) is None

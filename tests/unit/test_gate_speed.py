@@ -11,6 +11,7 @@ from gptneo_trt.timing import PairedTimer
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import speed, test_speed
 from tests.gate.run import GateRun
+from tests.gate.shape import Shape
 from tests.gate.speed import ROUNDS, ROUNDS_A_SAMPLE, WARM_UP_ROUNDS, Stopwatch
 from tests.unit.test_timing import Device
 
@@ -205,6 +206,15 @@ class Benchmark:
             before = speed.CLOCK()
             target()
             self.shown_us.append(1e6 * (speed.CLOCK() - before))
+
+
+def test_what_is_timed_is_said_with_batch_and_context():
+    """A latency means nothing without them."""
+    said = speed.timing(Shape(4, 1024))
+
+    assert (said["batch"], said["context"]) == (4, 1024)
+    assert "`batch` tokens a replay" in said["regions"]["decode"]["tokens"]
+    assert "`batch` x `context` tokens a replay" in said["regions"]["prefill"]["tokens"]
 
 
 def run_cell(stopwatch, comparing, stored_ratio=2.0):

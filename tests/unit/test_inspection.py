@@ -22,9 +22,11 @@ LAYERS = 7  # one more than both edges, so that every row quantizes something
 
 @pytest.fixture(scope="module")
 def checkpoint(t0):
-    """Return T0 with more layers."""
+    """Return T0 with more layers, twice as wide: a block of 64 fits."""
     names = ("global", "local") * 3 + ("global",)
-    return tiny_checkpoint(replace(t0.architecture, attention_layers=names))
+    return tiny_checkpoint(
+        replace(t0.architecture, attention_layers=names, hidden_size=64, intermediate_size=128)
+    )
 
 
 @pytest.fixture

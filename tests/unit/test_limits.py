@@ -372,6 +372,18 @@ def test_step_overhead_of_another_model_is_the_loosest():
     assert found == max(limits.STEP_OVERHEAD.values())
 
 
+def test_limits_of_the_stored_shape_are_not_those_of_another(t0):
+    """What was measured at batch 1 and context 256 bounds that alone; the formula bounds all."""
+    named, other = (replace(t0, name=name) for name in ("random:gpt-neo-125m", "random:another"))
+    for row, phase in product(("fp16", "fp8"), PHASES):
+        asked = VARIANTS[row], phase
+        by_formula = limits.plan_mib(other, *asked)
+        assert limits.plan_mib(named, *asked) == limits.PLAN_MIB[named.name, row, phase]
+        assert limits.plan_mib(named, *asked, is_stored_shape=False) == by_formula
+    assert limits.step_overhead(named) < limits.step_overhead(other)
+    assert limits.step_overhead(named, is_stored_shape=False) == limits.step_overhead(other)
+
+
 # What was published
 
 

@@ -41,24 +41,27 @@ def constants(network):
 
 
 @pytest.mark.parametrize("row", ["fp32", "fp16", "fp8-dequantize-fp32"])
-def test_prefill_inputs_and_outputs(backend, t0, row):
+@pytest.mark.parametrize("batch", [1, 3])
+def test_prefill_inputs_and_outputs(backend, t0, row, batch):
     """Prefill takes ids and positions of any length, and gives logits and the rows of K and V."""
-    built = build_network(backend, t0, VARIANTS[row], fixed_scales(t0), "prefill", 64)
-    stored = "FLOAT" if row == "fp32" else "HALF"
-    rows = {f"h.{i}.{part}": (stored, (1, 2, -1, 16)) for i in (0, 1) for part in ("key", "value")}
-    expected = {"token_ids": ("INT32", (1, -1)), "position_ids": ("INT32", (1, -1))} | rows
-    assert tensors(built) == expected | {"logits": ("FLOAT", (1, -1, 64))}
+    built = build_network(backend, t0, VARIANTS[row], fixed_scales(t0), "prefill", 64, batch)
+    stored, ids = "FLOAT" if row == "fp32" else "HALF", ("INT32", (batch, -1))
+    names = [f"h.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
+    expected = {"token_ids": ids, "position_ids": ids}
+    expected |= dict.fromkeys(names, (stored, (batch, 2, -1, 16)))
+    assert tensors(built) == expected | {"logits": ("FLOAT", (batch, -1, 64))}
 
 
 @pytest.mark.parametrize("context", [1, 64])
-def test_decode_inputs_and_outputs(backend, t0, context):
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decode_inputs_and_outputs(backend, t0, context, batch):
     """Decode takes one token and the cache, and gives its logits and its own K and V row."""
-    built = build_network(backend, t0, VARIANTS["fp16"], None, "decode", context)
-    expected = {"token_ids": ("INT32", (1, 1)), "position_ids": ("INT32", (1, 1))}
+    built = build_network(backend, t0, VARIANTS["fp16"], None, "decode", context, batch)
+    expected = dict.fromkeys(("token_ids", "position_ids"), ("INT32", (batch, 1)))
     for name in (f"h.{i}.{part}" for i in (0, 1) for part in ("key", "value")):
-        expected[f"past.{name}"] = ("HALF", (1, 2, context, 16))
-        expected[name] = ("HALF", (1, 2, 1, 16))
-    assert tensors(built) == expected | {"logits": ("FLOAT", (1, 1, 64))}
+        expected[f"past.{name}"] = ("HALF", (batch, 2, context, 16))
+        expected[name] = ("HALF", (batch, 2, 1, 16))
+    assert tensors(built) == expected | {"logits": ("FLOAT", (batch, 1, 64))}
 
 
 @pytest.mark.parametrize("phase", PHASES)

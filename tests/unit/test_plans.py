@@ -136,6 +136,7 @@ OTHER_PLANS = {
     "calibration": lambda r: with_row(r, calibration="percentile"),
     "phase": lambda r: replace(r, phase="prefill"),
     "context": lambda r: replace(r, context=9),
+    "batch": lambda r: replace(r, batch=2),
     "capabilities": lambda r: replace(r, capabilities=("8.9",)),
     "version": lambda r: replace(r, backend=replace(r.backend, version="1.5.0.114")),
     "flavour": lambda r: replace(r, backend=replace(r.backend, flavour="tensorrt")),

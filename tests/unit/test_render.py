@@ -134,3 +134,12 @@ def test_import_does_without_matplotlib(monkeypatch):
     """A GPU host may lack it."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert render.markdown(measured_only(stored_results(), {"fp16"}))
+
+
+def test_headings_name_a_batch_or_context_of_which_nothing_is_stored(page):
+    """In both reports; a run at the batch and context of the baselines names neither."""
+    results = stored_results() | {"shape": {"batch": 4, "context": 1024}}
+    named = "bundled, batch 4, context 1024 on h200/"
+    assert f"<title>{named}" in render.html(results)
+    assert render.markdown(results).startswith(f"# {named}")
+    assert "<title>bundled on h200/" in page

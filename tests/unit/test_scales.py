@@ -316,6 +316,12 @@ def test_another_modelopt_is_another_file(tmp_path, monkeypatch):
 # Ranges in a baseline
 
 
+@pytest.mark.parametrize("method", ["max", "percentile", "mse"])
+def test_constant_ranges_are_those_by_every_method(t0, method):
+    """A row of random weights builds whichever calibration it asks for."""
+    assert constant_scales(t0, MODULES).ranges(method).keys() == set(MODULES)
+
+
 def test_hash_of_ranges_is_of_every_bit_and_of_no_order():
     """The smallest change of one range, or another module, is another hash."""
     ranges = {"transformer.h.0.mlp.c_fc": 1.5, "transformer.h.0.mlp.c_proj": 3.0}

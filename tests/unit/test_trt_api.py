@@ -91,6 +91,7 @@ VARIABLES = {
     ("interpreter.py", "", "t"): "ITensor",
     ("interpreter.py", "_read_step", "tensor"): "ITensor",
     ("layers.py", "", "tensor"): "ITensor",
+    ("network.py", "", "positions"): "ITensor",
     ("network.py", "", "tensor"): "ITensor",
     ("quantizing.py", "_block_shape", "layer"): "IQuantizeLayer",
     ("quantizing.py", "_refuse_unless_quantizing", "tensor"): "ITensor",

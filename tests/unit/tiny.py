@@ -81,7 +81,31 @@ def fixed_scales(checkpoint, amax=8.0):
     """Return one made-up range for every projection: enough to build, not to be accurate."""
     modules = every_module(checkpoint.architecture.num_layers)
     scales = constant_scales(checkpoint, modules)
-    return replace(scales, activation_amax=dict.fromkeys(modules, amax), method="max")
+    ranges = dict.fromkeys(modules, amax)
+    others = dict.fromkeys(("percentile", "mse-fp8", "mse-int8", "smoothquant"), ranges)
+    return replace(scales, activation_amax=ranges, method="max", other_amax=others)
+
+
+def ragged_feeds(phase, batch, context, seed=0):
+    """Return the inputs of a batch of T0 [1, B, ...]; tokens, positions and caches all differ.
+
+    Positions of a prefill, which fills the context, are in no order: every text has a mask of its
+    own. Those of a step are spread from 0 to the last one. Caches are float16.
+    """
+    generator = np.random.default_rng(seed)
+    if phase == "prefill":
+        positions = generator.permuted(np.tile(np.arange(context), (batch, 1)), axis=1)
+    else:
+        positions = np.linspace(0, context - 1, batch).astype(int)[:, None]
+    arrays = {
+        "token_ids": generator.integers(0, T0.vocab_size, positions.shape, dtype=np.int32),
+        "position_ids": positions.astype(np.int32),
+    }
+    if phase == "decode":
+        shape = (batch, T0.num_heads, context, T0.head_width)
+        for name in (f"past.h.{i}.{part}" for i in (0, 1) for part in ("key", "value")):
+            arrays[name] = generator.normal(size=shape).astype(np.float16)
+    return {name: array[None] for name, array in arrays.items()}
 
 
 def kl_nats(expected, obtained):
