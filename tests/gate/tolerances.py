@@ -79,9 +79,9 @@ REGRESSIONS: Mapping[tuple[str, str], Tolerance] = {
     ),
 }
 NLL_OF_OWN_LOSS = Tolerance(
-    0.1,
-    "of a row's stored KL, where that is more: what rounding moves grows with what it costs; of a "
-    "row that loses 0.25 nats another order of summation gave texts that resolve 0.0139",
+    0.16,
+    "of a row's stored KL, where that is more: what rounding moves grows with what it costs; of "
+    "NVFP4, which loses 0.10 nats, another order of summation gave texts that resolve 0.0158",
 )
 REGRESSION_NATS = Tolerance(
     1e-6, "of KL never less: a third of fp16's own loss to float32, which is rounding alone"

@@ -82,7 +82,7 @@ def test_regression_tolerances_of_other_metrics_are_absolute(stored_mean):
 
     assert tolerance("prose", "nll_mean_nats", stored_mean) == 0.01
     assert tolerance("prose", "nll_mean_nats", stored_mean, stored_kl_nats=0.01) == 0.01
-    assert tolerance("prose", "nll_mean_nats", stored_mean, 0.25) == pytest.approx(0.025)
+    assert tolerance("prose", "nll_mean_nats", stored_mean, 0.25) == pytest.approx(0.04)
     assert tolerance("prose", "top1_disagreement_frac", stored_mean) == 0.025
 
 
