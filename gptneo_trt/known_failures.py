@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from gptneo_trt.backend import FLAVOURS
 from gptneo_trt.errors import BuildError, GptNeoTrtError, RunError
 from gptneo_trt.network import PHASES
-from gptneo_trt.variants import KINDS, Variant
+from gptneo_trt.variants import KINDS, VARIANTS, Variant
 
 # Stage -> the error that a failure there is reported as.
 STAGE_ERRORS: dict[str, type[GptNeoTrtError]] = {
@@ -45,11 +45,13 @@ class KnownFailure:
         reference: URL or text that says why.
         confirmed: date and target on which it was last seen, or PUBLISHED.
         summary: one line for people.
+        variants: names of the only rows that it hits; empty: any.
+        model: name of the only checkpoint that it hits; "": any.
 
     Raises:
-        BuildError: an unknown flavour, projection, phase or stage, a specifier or an expression
-            that cannot be read, a message that matches any text, an empty field; all of them in
-            one message.
+        BuildError: an unknown flavour, projection, row, phase or stage, a specifier or an
+            expression that cannot be read, a message that matches any text, an empty field; all of
+            them in one message.
     """
 
     id: str
@@ -63,6 +65,8 @@ class KnownFailure:
     reference: str
     confirmed: str
     summary: str
+    variants: tuple[str, ...] = ()
+    model: str = ""
 
     def __post_init__(self) -> None:
         wrong = []
@@ -77,6 +81,9 @@ class KnownFailure:
         unknown = sorted(set(self.projections) - set(KINDS))
         if unknown:
             wrong.append(f"unknown projections {unknown}, expected some of {list(KINDS)}")
+        strangers = sorted(set(self.variants) - set(VARIANTS))
+        if strangers:
+            wrong.append(f"unknown rows {strangers}, expected some of {list(VARIANTS)}")
         for field_name in ("id", "versions", "message", "reference", "summary"):
             if not getattr(self, field_name).strip():
                 wrong.append(f"{field_name} is empty, expected a text")
@@ -115,8 +122,10 @@ class KnownFailure:
         """Return whether an error's text is the one that is known."""
         return re.search(self.message, text) is not None
 
-    def hits(self, variant: Variant, phase: str, stage: str) -> bool:
-        """Return whether the row is about this variant, phase and stage."""
+    def hits(self, variant: Variant, phase: str, stage: str, model: str = "") -> bool:
+        """Return whether the row is about this variant, phase, stage and model."""
+        if self.model not in ("", model) or (self.variants and variant.name not in self.variants):
+            return False
         quantizes = not self.projections
         if variant.is_calibrated and variant.quantized_format == "fp8":
             quantizes = quantizes or bool(set(self.projections) & set(variant.quantized))
@@ -194,6 +203,22 @@ _ROWS = (
         confirmed="2026-11-30, cpu/tensorrt_rtx-1.4.0.76",
         summary="asks the CUDA runtime for a device while it builds an FP8 network",
     ),
+    KnownFailure(
+        id="tensorrt_rtx-1.6-int8-weights-run",
+        flavour="tensorrt_rtx",
+        versions=">=1.6,<1.7",
+        compute_capability="==9.0",
+        projections=(),
+        phase="prefill",
+        stage="run",
+        message="cuDNN graph compilation failed: .*No valid execution plans built",
+        reference='docs/gpu.md, "INT8 weights": each kind alone runs, all together do not; with '
+        "Dequantize to float32 they do",
+        confirmed="2026-12-02, h200/tensorrt_rtx-1.6.1.120",
+        summary="INT8 weights of all kinds load, but no kernel is found for one of the products",
+        variants=("int8-weights",),
+        model="bundled",
+    ),
 )
 KNOWN_FAILURES = {row.id: row for row in _ROWS}
 
@@ -220,6 +245,7 @@ def known_failure(
     variant: Variant,
     phase: str,
     stage: str,
+    model: str = "",
 ) -> KnownFailure | None:
     """Return the row that a case is expected to fail with, or None: it is expected to work.
 
@@ -230,9 +256,10 @@ def known_failure(
         variant: the row of VARIANTS.
         phase: "prefill" or "decode".
         stage: a key of STAGE_ERRORS.
+        model: name of the checkpoint.
 
     Raises:
         BuildError: a version or a compute capability that cannot be read.
     """
     rows = failures_of_target(flavour, version, compute_capability)
-    return next((row for row in rows if row.hits(variant, phase, stage)), None)
+    return next((row for row in rows if row.hits(variant, phase, stage, model)), None)

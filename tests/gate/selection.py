@@ -1,5 +1,6 @@
 """What a run is about: its target, its rows, and which of their failures are known."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -141,19 +142,19 @@ def known_failure_of(
     config: pytest.Config, variant: str, phase: str, stage: str
 ) -> KnownFailure | None:
     """Return the row of KNOWN_FAILURES that a row of this run is expected to fail with."""
-    backend = backend_of(config)
-    if backend is None or not _any_concerns(backend):
+    backend, row = backend_of(config), variant_named(variant)
+    case = row, phase, stage, model_of(config)
+    if backend is None or not _any_concerns(backend, lambda known: known.hits(*case)):
         return None
-    capability = _compute_capability(config)
-    return known_failure(
-        backend.flavour, backend.version, capability, variant_named(variant), phase, stage
-    )
+    return known_failure(backend.flavour, backend.version, _compute_capability(config), *case)
 
 
-def _any_concerns(backend: Backend) -> bool:
-    """Return whether this TensorRT has a known failure on any GPU: only then is one looked for."""
+def _any_concerns(
+    backend: Backend, is_asked: Callable[[KnownFailure], bool] = lambda known: True
+) -> bool:
+    """Return whether this TensorRT has such a failure on any GPU: only then is one looked for."""
     rows = KNOWN_FAILURES.values()
-    return any(row.concerns(backend.flavour, backend.version) for row in rows)
+    return any(row.concerns(backend.flavour, backend.version) and is_asked(row) for row in rows)
 
 
 def _compute_capability(config: pytest.Config) -> str | None:

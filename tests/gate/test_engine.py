@@ -81,7 +81,7 @@ def _judge_same_bits(variant, phase, metric, judge, pairs):
     judge(Cell(variant.name, phase, metric, len(different), 0, None, verdict, reason))
 
 
-@pytest.mark.cells(phases=PHASES, metrics=("engine/repeats",), hardware=True)
+@pytest.mark.cells(phases=PHASES, metrics=("engine/repeats",), hardware=True, stage="run")
 def test_first_and_hundredth_call_give_the_same_bits(variant, phase, metric, engines, judge):
     """No kernel is exchanged while an engine runs, and nothing of another text stays."""
     first, last = engines.first_and_last_logits(variant, phase)

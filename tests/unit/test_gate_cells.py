@@ -377,6 +377,25 @@ def test_a_failure_to_load_leaves_the_plan_in(run):
     assert len(xfails(owed)) == 4
 
 
+def test_a_failure_to_run_a_phase_leaves_what_needs_no_logits_of_it(run):
+    """INT8 weights load on an H200, prefill does not run: decode is timed, no loss is judged."""
+    owed = asked(run("h200", "tensorrt_rtx-1.6.1.120", H200, variants="int8-weights"))
+
+    found = of_row(owed, "int8-weights")
+    assert found == {
+        **dict.fromkeys(("build", "plan_mib", "regression/plan_mib"), BOTH),
+        **dict.fromkeys(("quantized_projections", "engine/loads", "engine/repeats"), BOTH),
+        "engine/forgets": {"decode"},
+        "engine/quantized_projections": {"decode"},
+        "regression/speedup_x": {"decode"},
+    }
+    assert list(xfails(owed)) == [("int8-weights", "prefill", "engine/repeats")]
+    elsewhere = asked(
+        run("b200", "tensorrt_rtx-1.6.1.120", B200, model="bundled", variants="int8-weights")
+    )
+    assert len(of_row(elsewhere, "int8-weights")) > len(found)
+
+
 @pytest.mark.parametrize(
     ("target", "tensorrt", "gpu"),
     [

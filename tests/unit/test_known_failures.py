@@ -21,7 +21,7 @@ from gptneo_trt.known_failures import (
 from gptneo_trt.network import PHASES
 from gptneo_trt.variants import RECIPE, VARIANTS
 
-OUT_PROJ, RTX_9_0, RTX_NO_GPU = KNOWN_FAILURES.values()
+OUT_PROJ, RTX_9_0, RTX_NO_GPU, INT8_WEIGHTS = KNOWN_FAILURES.values()
 FIELDS = {
     "id": "made-up",
     "flavour": "tensorrt",
@@ -61,6 +61,9 @@ LINE = {
     RTX_9_0.id: "[ERROR] TensorRT-RTX does not support this compute capability",
     RTX_NO_GPU.id: "[ERROR] IBuilder::buildSerializedNetwork: Error Code 1: Cuda Runtime (In "
     "generateForCurrent at /_src/runtime/core/cudaDeviceProfile.cpp:187)",
+    INT8_WEIGHTS.id: "[ERROR] IExecutionContext::enqueueV3: Error Code 1: Myelin "
+    "(cudnn_graph_utils.h:429: CHECK(false) failed. cuDNN graph compilation failed: "
+    "[cudnn_frontend] Error: No valid execution plans built. for insn:gemm)",
 }
 OTHER_LINES = (
     "",
@@ -85,7 +88,7 @@ def raised(row, line):
 
 
 def cases():
-    """Yield (target, (variant, phase, stage)) on both sides of every bound of every row."""
+    """Yield (target, (variant, phase, stage, model)) on both sides of every bound of every row."""
     bounds = {
         specifier.version
         for row in KNOWN_FAILURES.values()
@@ -94,7 +97,7 @@ def cases():
     versions = sorted(bounds | {f"{bound}.0.1" for bound in bounds})
     capabilities = (None, "8.9", "9.0", "10.0", "10.3", "12.0")
     for target in product(FLAVOURS, versions, capabilities):
-        for case in product(VARIANTS.values(), PHASES, STAGE_ERRORS):
+        for case in product(VARIANTS.values(), PHASES, STAGE_ERRORS, ("bundled", "random:x")):
             yield target, case
 
 
@@ -160,7 +163,8 @@ def test_every_row_is_about_something(row):
     assert found
     assert {target[0] for target, _ in found} == {row.flavour}
     assert {case[2] for _, case in found} == {row.stage}
-    assert {case[1] for _, case in found} == set(PHASES)
+    assert {case[1] for _, case in found} == ({row.phase} if row.phase else set(PHASES))
+    assert {case[3] for _, case in found} >= {row.model or "random:x"}
     assert all(SpecifierSet(row.versions).contains(target[1]) for target, _ in found)
 
 
@@ -212,8 +216,20 @@ def test_no_capability_is_any(capability):
 @pytest.mark.parametrize("version", ["1.5.0.114", "1.6.1.120", "1.8", "1.10.0.1"])
 def test_versions_that_work_have_no_row(version):
     """The TensorRT-RTX that runs here is expected to work, as is one that nobody has seen."""
-    assert failures_of_target("tensorrt_rtx", version, "9.0") == []
-    assert failures_of_target("tensorrt_rtx", version, None) == []
+    for capability in ("9.0", None):
+        found = failures_of_target("tensorrt_rtx", version, capability)
+        assert [row for row in found if not row.variants] == []
+
+
+def test_a_row_may_be_of_one_variant_and_one_model():
+    """INT8 weights of the bundled checkpoint do not run in prefill; those of another may."""
+    row, variant = INT8_WEIGHTS, VARIANTS["int8-weights"]
+    assert row.hits(variant, "prefill", "run", "bundled")
+    assert not row.hits(variant, "prefill", "run", "random:gpt-neo-125m")
+    assert not row.hits(variant, "prefill", "run")
+    assert not row.hits(VARIANTS["int8"], "prefill", "run", "bundled")
+    with pytest.raises(BuildError, match=r"unknown rows \['int9'\]"):
+        made_up(variants=("int9",))
 
 
 def test_variants_are_hit_by_what_they_quantize():
