@@ -22,7 +22,7 @@ REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "calibrate.py", "layers.py", "number_formats.py", "nvfp4.py", "operators.py",
+    "blocks.py", "calibrate.py", "layers.py", "number_formats.py", "nvfp4.py", "operators.py",
     "quantizing.py", "reference.py", "smoothing.py", "supported.py",
 )  # fmt: skip
 MEMBERS = {
