@@ -1,6 +1,6 @@
 # Each target sets up what it needs: Python 3.11 or newer is all that must be there.
 #   make gate    the CPU gate: every row, from checkpoint to verdict
-#   make study   the CPU gate with its report, in gate-report/
+#   make study   the CPU gate of the whole matrix with its report, in gate-report/
 #   make h200    the gate on a GPU host; also make b200, make b300
 #   make test    everything: unit tests, self-tests and the CPU gate
 #   make test-long  more of the tests that kill, mutate and race at random
@@ -22,7 +22,7 @@ h200 b200 b300: $(READY)
 	$(BIN)/python -m pytest -m $@ $(ARGS)
 
 study: $(READY)
-	$(BIN)/python -m pytest -m cpu tests/gate --gate-report=gate-report $(ARGS)
+	$(BIN)/python -m pytest -m cpu tests/gate --variants all --gate-report=gate-report $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -133,8 +133,16 @@ def test_review_4_nvfp4_is_not_measured_and_nothing_follows_for_it(rows):
     results = measured_only(stored_results(), rows)
     (why,) = (why for what, why, _ in claims.not_measured(results) if what == "NVFP4")
     assert "compute capability 10.0 or newer" in why
-    assert "nothing here says anything about it" in why
+    assert "no other row says anything about it" in why
     assert "NVFP4" not in " ".join(sentences(results))
+
+
+def test_review_4_nvfp4_is_measured_once_an_engine_of_it_was_timed():
+    """Where the hardware has it, the report says its figures and no longer that there are none."""
+    results = stored_results()
+    results["rows"]["fp8-c_fc"]["settings"]["quantized_format"] = "nvfp4"
+
+    assert "NVFP4" not in [what for what, _, _ in claims.not_measured(results)]
 
 
 # Inconclusive is said as inconclusive.
