@@ -19,6 +19,7 @@ scales          Scales <-> JSON
 backend         which TensorRT is here, and what differs between its flavours
 layers          pieces of a network: linear, layer norm, attention, quantize-dequantize
 blocks          products in INT4 and NVFP4, whose weights have a scale a block
+masks           what a query may see: causal, and the window of a local layer
 network         Checkpoint, Variant, Scales, phase -> INetworkDefinition
 inspection      INetworkDefinition -> which projections are quantized; its fingerprint
 plans           network -> plan, in a child process; the plan cache

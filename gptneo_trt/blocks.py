@@ -52,19 +52,12 @@ def _add_nvfp4(graph: Graph, name: str, tensor: Any, weights: LinearWeights) -> 
     """
     operations = graph.backend.trt.MatrixOperation
     width_out, width_in = weights.weight.shape
-    rows = _reshape(graph, f"{name}.input.rows", tensor, (-1, width_in))
+    rows = layers.add_reshape(graph, f"{name}.input.rows", tensor, (-1, width_in))
     rows = _add_nvfp4_input(graph, f"{name}.input", rows, weights)
     weight = _add_nvfp4_weight(graph, name, weights, ())
     product = graph.network.add_matrix_multiply(rows, operations.NONE, weight, operations.TRANSPOSE)
     shape = (*tuple(tensor.shape)[:-1], width_out)
-    return _reshape(graph, f"{name}.output", graph.named(product, name), shape)
-
-
-def _reshape(graph: Graph, name: str, tensor: Any, shape: tuple[int, ...]) -> Any:
-    layer = graph.network.add_shuffle(tensor)
-    output = graph.named(layer, name)
-    layer.reshape_dims = graph.backend.trt.Dims(shape)
-    return output
+    return layers.add_reshape(graph, f"{name}.output", graph.named(product, name), shape)
 
 
 def int4_block(module: str, width: int) -> int:

@@ -303,6 +303,22 @@ def add_embedding(graph: Graph, name: str, indices: Any, table: Any) -> Any:
     return graph.named(graph.network.add_gather(table, indices, 0), name)
 
 
+def add_reshape(graph: Graph, name: str, tensor: Any, shape: tuple[int, ...]) -> Any:
+    """Reshape; one -1 takes what is left."""
+    layer = graph.network.add_shuffle(tensor)
+    output = graph.named(layer, name)
+    layer.reshape_dims = graph.backend.trt.Dims(shape)
+    return output
+
+
+def add_concatenation(graph: Graph, name: str, tensors: tuple[Any, ...], axis: int) -> Any:
+    """Put tensors behind one another along an axis."""
+    layer = graph.network.add_concatenation(list(tensors))
+    output = graph.named(layer, name)
+    layer.axis = axis
+    return output
+
+
 def add_split_heads(graph: Graph, name: str, tensor: Any, heads: int) -> Any:
     """Reshape [B, T, C] to [B, H, T, D]."""
     layer = graph.network.add_shuffle(tensor)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from gptneo_trt import blocks, layers
+from gptneo_trt import blocks, layers, masks
 from gptneo_trt.backend import Backend, create_builder, create_network, log_collector, refuse_none
 from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, CalibrationError
@@ -195,7 +195,9 @@ def _add_inputs(
     token_ids = _add_input(graph, "token_ids", types.INT32, (batch, length))
     positions = _add_input(graph, "position_ids", types.INT32, (batch, length))
     if phase == "prefill":
-        return _Inputs(token_ids, positions, (), _add_prefill_masks(graph, architecture, positions))
+        return _Inputs(
+            token_ids, positions, (), masks.add_prefill_masks(graph, architecture, positions)
+        )
     shape = (batch, architecture.num_heads, context, architecture.head_width)
     cache_type = graph.data_type(graph.compute_type)
     past = tuple(
@@ -204,77 +206,14 @@ def _add_inputs(
         )
         for i in range(architecture.num_layers)
     )
-    masks = _add_decode_masks(graph, architecture, positions, context)
-    return _Inputs(token_ids, positions, past, masks)
+    visible = masks.add_decode_masks(graph, architecture, positions, context)
+    return _Inputs(token_ids, positions, past, visible)
 
 
 def _add_input(graph: Graph, name: str, data_type: Any, shape: tuple[int, ...]) -> Any:
     tensor = graph.network.add_input(name, data_type, shape)
     refuse_none(graph.backend, f"add_input {name}", tensor)
     return tensor
-
-
-def _integer(graph: Graph, name: str, values: Any) -> Any:
-    return layers.add_constant(graph, name, np.asarray(values, dtype=np.int32)[None, None])
-
-
-def _reshape(graph: Graph, name: str, tensor: Any, shape: tuple[int, ...]) -> Any:
-    layer = graph.network.add_shuffle(tensor)
-    output = graph.named(layer, name)
-    layer.reshape_dims = graph.backend.trt.Dims(shape)
-    return output
-
-
-def _add_window(graph: Graph, name: str, distance: Any, first: int, window: int | None) -> Any:
-    """Return first <= distance, and distance < window where there is one; bool like distance."""
-    before = _integer(graph, f"{name}.before", [[first - 1]])
-    visible = layers.add_elementwise(graph, f"{name}.causal", distance, before, "GREATER")
-    if window is None:
-        return visible
-    bound = _integer(graph, f"{name}.window", [[window]])
-    near = layers.add_elementwise(graph, f"{name}.near", distance, bound, "LESS")
-    return layers.add_elementwise(graph, name, visible, near, "AND")
-
-
-def _windows(architecture: Architecture) -> dict[str, int | None]:
-    present = set(architecture.attention_layers)
-    windows = {"global": None, "local": architecture.window_size}
-    return {kind: window for kind, window in windows.items() if kind in present}
-
-
-def _add_prefill_masks(graph: Graph, architecture: Architecture, positions: Any) -> dict[str, Any]:
-    """Return bool [B, 1, T, T]: a query at i sees j when 0 <= i - j (< window)."""
-    batch = positions.shape[0]
-    rows = _reshape(graph, "mask.query_positions", positions, (batch, 1, -1, 1))
-    columns = _reshape(graph, "mask.key_positions", positions, (batch, 1, 1, -1))
-    distance = layers.add_elementwise(graph, "mask.distance", rows, columns, "SUB")
-    return {
-        kind: _add_window(graph, f"mask.{kind}", distance, 0, window)
-        for kind, window in _windows(architecture).items()
-    }
-
-
-def _add_decode_masks(
-    graph: Graph, architecture: Architecture, positions: Any, context: int
-) -> dict[str, Any]:
-    """Return bool [B, 1, 1, context + 1]: cache rows 1 <= position - j (< window), and itself."""
-    each = (positions.shape[0], 1, 1, 1)
-    rows = _reshape(graph, "mask.query_positions", positions, each)
-    columns = _integer(graph, "mask.key_positions", np.arange(context)[None])
-    distance = layers.add_elementwise(graph, "mask.distance", rows, columns, "SUB")
-    itself = layers.add_constant(graph, "mask.itself", np.ones(each, dtype=np.bool_))
-    masks = {}
-    for kind, window in _windows(architecture).items():
-        cached = _add_window(graph, f"mask.{kind}.cached", distance, 1, window)
-        masks[kind] = _concatenate(graph, f"mask.{kind}", (cached, itself), axis=3)
-    return masks
-
-
-def _concatenate(graph: Graph, name: str, tensors: tuple[Any, ...], axis: int) -> Any:
-    layer = graph.network.add_concatenation(list(tensors))
-    output = graph.named(layer, name)
-    layer.axis = axis
-    return output
 
 
 def _mark_output(graph: Graph, name: str, tensor: Any) -> None:
@@ -298,7 +237,7 @@ def _add_gpt_neo(
         hidden = _add_block(graph, checkpoint, linears, inputs, layer, hidden)
     hidden = _add_norm(graph, checkpoint, "transformer.ln_f", hidden)
     if HEAD in linears:
-        product = layers.add_linear(graph, HEAD, hidden, linears[HEAD])
+        product = _add_linear(graph, HEAD, hidden, linears)
         logits = layers.add_cast(graph, f"{HEAD}.logits", product, "fp32")
     else:
         product = _add_head(graph, checkpoint, hidden, wte)
@@ -311,10 +250,21 @@ def _add_head(graph: Graph, checkpoint: Checkpoint, hidden: Any, wte: Any) -> An
     head, name = wte, head_weight(checkpoint.architecture)
     if not checkpoint.architecture.tied_head:
         head = layers.add_weight(graph, name, checkpoint.weights[name], graph.compute_type)
-    head = _reshape(graph, "lm_head.weight.3d", head, (1, checkpoint.architecture.vocab_size, -1))
+    head = layers.add_reshape(
+        graph, "lm_head.weight.3d", head, (1, checkpoint.architecture.vocab_size, -1)
+    )
     operation = graph.backend.trt.MatrixOperation
     product = graph.network.add_matrix_multiply(hidden, operation.NONE, head, operation.TRANSPOSE)
     return graph.named(product, HEAD)
+
+
+def _add_linear(
+    graph: Graph, module: str, tensor: Any, linears: Mapping[str, LinearWeights]
+) -> Any:
+    """Add a module's product, rounded as its weights say."""
+    weights = linears[module]
+    add = blocks.add_linear if weights.weight_scales == "block" else layers.add_linear
+    return add(graph, module, tensor, weights)
 
 
 def _add_norm(graph: Graph, checkpoint: Checkpoint, name: str, hidden: Any) -> Any:
@@ -333,10 +283,7 @@ def _add_block(
     architecture = checkpoint.architecture
 
     def linear(path: str, tensor: Any) -> Any:
-        name = f"{block}.{path}"
-        weights = linears[name]
-        add = blocks.add_linear if weights.weight_scales == "block" else layers.add_linear
-        return add(graph, name, tensor, weights)
+        return _add_linear(graph, f"{block}.{path}", tensor, linears)
 
     normal = _add_norm(graph, checkpoint, f"{block}.ln_1", hidden)
     query, key, value = (
@@ -352,8 +299,12 @@ def _add_block(
     _mark_output(graph, f"h.{layer}.value", value)
     if inputs.past:
         past_key, past_value = inputs.past[layer]
-        key = _concatenate(graph, f"{block}.attn.attention.keys", (past_key, key), axis=2)
-        value = _concatenate(graph, f"{block}.attn.attention.values", (past_value, value), axis=2)
+        key = layers.add_concatenation(
+            graph, f"{block}.attn.attention.keys", (past_key, key), axis=2
+        )
+        value = layers.add_concatenation(
+            graph, f"{block}.attn.attention.values", (past_value, value), axis=2
+        )
     mask = inputs.masks[architecture.attention_layers[layer]]
     attended = layers.add_attention(graph, f"{block}.attn.attention", (query, key, value), mask)
     merged = layers.add_merge_heads(graph, f"{block}.attn.attention.merged", attended)

@@ -35,9 +35,8 @@ from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
 MIB = 1 << 20
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "backend.py", "blocks.py", "data.py", "layers.py", "network.py", "nvfp4.py", "plan_worker.py",
-    "smoothing.py",
-    "variants.py",
+    "backend.py", "blocks.py", "data.py", "layers.py", "masks.py", "network.py", "nvfp4.py",
+    "plan_worker.py", "smoothing.py", "variants.py",
 )  # fmt: skip
 # Number format -> what its plans are built for where no GPU runs them: the default may be older.
 ABSENT_GPU = {"nvfp4": ("12.0",)}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptneo_trt import layers, network
+from gptneo_trt import layers, masks, network
 from gptneo_trt.engine import Engine
 from gptneo_trt.interpreter import Interpreter
 from tests.gate.measurer import DECODE_TOKENS
@@ -104,12 +104,12 @@ def scaled_scores(patch: pytest.MonkeyPatch) -> None:
 
 def mask_moved(rows: int) -> Seed:
     """Return a seed: what a query sees last lies so many positions earlier; -1 is the future."""
-    add_window = network._add_window
+    add_window = masks._add_window
 
     def add(graph, name, distance, first, window):
         return add_window(graph, name, distance, first + rows, window)
 
-    return lambda patch: patch.setattr(network, "_add_window", add)
+    return lambda patch: patch.setattr(masks, "_add_window", add)
 
 
 def weight_scales(factor: float) -> Seed:

@@ -119,6 +119,18 @@ def nvfp4_of(values, scale):
 
 
 @pytest.mark.parametrize("name", ["int4", "nvfp4", "nvfp4-weights"])
+def test_the_head_can_be_in_blocks_too(build, name):
+    """A described row may name it: it is rounded as the projections are, not in another way."""
+    network = build(replace(ROWS[name], quantized=("c_fc", "lm_head")))
+    found = quantization_of(network)
+    assert found.modules == ("transformer.h.0.mlp.c_fc", C_FC, "lm_head")
+    assert ("lm_head" in found.activation_scales) == ROWS[name].quantized_activations
+    assert found.weight_scale_counts["lm_head"] == T0.vocab_size * 64 // (
+        64 if name == "int4" else 16
+    )
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "nvfp4-weights"])
 def test_product_is_rounded_once(product, wide, name):
     """A product is of the rounded weight and, where it is, the rounded input; no more is lost."""
     x, weight = rows_of(64), wide.weights[f"{C_FC}.weight"]
