@@ -23,7 +23,7 @@ from gptneo_trt.data import Measurement, Scales, TextSet
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.targets import TARGETS, Gpu, Target
 from gptneo_trt.text_sources import SOURCES
-from gptneo_trt.variants import VARIANTS, Variant, every_module
+from gptneo_trt.variants import FLOOR, VARIANTS, Variant, every_module
 from tests.gate import test_build, test_quality
 from tests.gate.cells import folder_of
 from tests.gate.measure import Pipeline
@@ -164,7 +164,8 @@ class Bench:
     def _cells_with(self, fault: Fault) -> Cells:
         """Return what the gate judges with the fault, run once a fault."""
         variant = VARIANTS[fault.variant]
-        _ = self.scales, self.stored, self.control(variant)  # without the fault
+        # Without the fault; the floor too, which the ship decision of every row is held against.
+        _ = self.scales, self.stored, self.control(variant), self.control(VARIANTS[FLOOR])
         if fault.through == "sampled losses":
             _ = self._on_sampled_text
         with pytest.MonkeyPatch.context() as patch:
