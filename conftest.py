@@ -88,6 +88,8 @@ def run_provenance(
     options = [f"--model={_model_name(pytestconfig)}", f"--tensorrt={backend.flavour}"]
     if pytestconfig.getoption("--variants"):
         options.append(f"--variants={pytestconfig.getoption('--variants')}")
+    if pytestconfig.getoption("--dequantize") == "fp32":
+        options.append("--dequantize=fp32")
     if pytestconfig.getoption("--summation-order"):
         options.append(f"--summation-order={pytestconfig.getoption('--summation-order')}")
     command = ["pytest", "-m", target.name, *options, *shape.options()]

@@ -126,9 +126,9 @@ class KnownFailure:
         """Return whether the row is about this variant, phase, stage and model."""
         if self.model not in ("", model) or (self.variants and variant.name not in self.variants):
             return False
-        quantizes = not self.projections
-        if variant.is_calibrated and variant.quantized_format == "fp8":
-            quantizes = quantizes or bool(set(self.projections) & set(variant.quantized))
+        in_fp8 = variant.is_calibrated and variant.quantized_format == "fp8"
+        multiplied = set(variant.quantized) if in_fp8 else set()
+        quantizes = not self.projections or bool(multiplied & set(self.projections))
         return quantizes and self.phase in ("", phase) and self.stage == stage
 
 

@@ -63,7 +63,8 @@ def test_exactly_the_intended_projections_are_quantized(
         if scale != wanted_scales.get(module, scale)
     )
     verdict = "failed" if missing or extra or rescaled else "passed"
-    reason = f"{len(found.modules)} of {len(found.products)} products read FP8"
+    number_format = variant.quantized_format.upper()
+    reason = f"{len(found.modules)} of {len(found.products)} products read {number_format}"
     if verdict == "failed":
         reason += f"; missing: {missing}; not intended: {extra}"
     if rescaled:

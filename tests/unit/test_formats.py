@@ -25,7 +25,7 @@ from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.layers import LARGEST
 from gptneo_trt.network import build_network
 from gptneo_trt.operators import to_fp8, to_int8
-from gptneo_trt.smoothing import SMOOTHQUANT, smoothed
+from gptneo_trt.smoothing import AWQ, SMOOTHQUANT, smoothed
 from gptneo_trt.texts import text_set
 from gptneo_trt.variants import RECIPE, VARIANTS, Variant, every_module
 
@@ -94,7 +94,7 @@ def bundled():
         model=model,
         modules=RECIPE_ROW.quantized_modules(layers),
         expected=reference.logits(model, tokens),
-        scales=calibrate(model, checkpoint, text, modules, (*HISTOGRAM_METHODS, SMOOTHQUANT)),
+        scales=calibrate(model, checkpoint, text, modules, (*HISTOGRAM_METHODS, SMOOTHQUANT, AWQ)),
     )
 
 
@@ -226,6 +226,19 @@ def test_rows_differ_by_more_than_that(backend, bundled):
     assert losses["fp8"] < 0.67 * losses["recipe"]  # weights alone
     assert losses["int8, per channel"] != pytest.approx(losses["int8"], rel=0.01)
     assert losses["int8, smoothquant"] < 0.95 * losses["int8, per channel"]
+
+
+def test_awq_is_exact_and_lowers_the_loss_of_int4(backend, bundled):
+    """The search changes no function; it spares the weights that matter most."""
+    row, factors = VARIANTS["int4-awq"], bundled.scales.smoothing[AWQ]
+    smooth = reference.torch_model(smoothed(bundled.checkpoint, factors), torch.float32)
+    assert kl_nats(bundled.expected, reference.logits(smooth, bundled.tokens)).mean() < 1e-9
+    assert all(max(each) > 1.1 * min(each) for each in factors.values())
+    found, plain = (
+        kl_nats(bundled.expected, interpreted(backend, bundled, each)).mean()
+        for each in (row, replace(row, smoothing=""))
+    )
+    assert found < 0.97 * plain
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)

@@ -594,12 +594,13 @@ def test_order_of_summation_that_cannot_be_used(gate, options, message):
     assert contents(found.folder) == found.before
 
 
-def test_order_of_summation_is_part_of_the_command(gate, tmp_path):
+@pytest.mark.parametrize("option", ["--summation-order=3", "--dequantize=fp32"])
+def test_options_that_shape_figures_are_part_of_the_command(gate, tmp_path, option):
     """Whoever reads the results sees that they are not those of a plain run."""
-    for options, expected in (([], False), (["--summation-order=3"], True)):
+    for options, expected in (([], False), ([option], True)):
         gate("--variants", "fp16", f"--gate-report={tmp_path}", "tests/gate", *options)
         results = json.loads((tmp_path / "results.json").read_text())
-        assert ("--summation-order=3" in results["provenance"]["command"]) is expected
+        assert (option in results["provenance"]["command"]) is expected
 
 
 def test_updating_run_skips_the_comparison(updated):
