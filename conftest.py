@@ -24,7 +24,8 @@ from gptneo_trt.scales import constant_scales, kept_scales, scales_path
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
-from gptneo_trt.variants import FLOOR, VARIANTS, Variant, every_module, variant_named
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import FLOOR, VARIANTS, every_module, variant_named
 from tests.gate.cells import folder_of
 from tests.gate.measurer import CONTEXT, Measurer, Setup
 from tests.gate.selection import (

@@ -2,6 +2,7 @@
 
 errors          the error tree
 data            what travels between the stages
+variant         what a row quantizes, and how
 variants        what can be built, as rows
 json_file       a JSON object that anybody may have written -> dict, within bounds
 architecture    config.json -> Architecture
@@ -14,6 +15,7 @@ text_sources    where the texts are, as rows
 tokenizer       tokenizer.json, of GPT-Neo's kind only -> Tokenizer
 texts           text -> token ids with hashes and counts
 reference       Checkpoint -> Hugging Face model -> logits
+calibrators     ModelOpt, and what it sees of the inputs of modules
 calibrate       Hugging Face model, tokens -> Scales
 scales          Scales <-> JSON
 backend         which TensorRT is here, and what differs between its flavours

@@ -12,7 +12,7 @@ import torch
 
 from gptneo_trt.data import Architecture, Decoded
 from gptneo_trt.errors import RunError
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 
 Tensors = Mapping[str, torch.Tensor]
 PARTS = ("key", "value")

@@ -14,7 +14,8 @@ from packaging.version import InvalidVersion, Version
 from gptneo_trt.backend import FLAVOURS
 from gptneo_trt.errors import BuildError, GptNeoTrtError, RunError
 from gptneo_trt.network import PHASES
-from gptneo_trt.variants import KINDS, VARIANTS, Variant
+from gptneo_trt.variant import KINDS, Variant
+from gptneo_trt.variants import VARIANTS
 
 # Stage -> the error that a failure there is reported as.
 STAGE_ERRORS: dict[str, type[GptNeoTrtError]] = {

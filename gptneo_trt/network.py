@@ -28,7 +28,7 @@ from gptneo_trt.data import Architecture, Checkpoint, Scales
 from gptneo_trt.errors import BuildError, CalibrationError
 from gptneo_trt.layers import Graph, LinearWeights
 from gptneo_trt.smoothing import smoothed
-from gptneo_trt.variants import HEAD, Variant
+from gptneo_trt.variant import HEAD, Variant
 
 PHASES = ("prefill", "decode")
 

@@ -25,7 +25,7 @@ from gptneo_trt.data import Architecture, Checkpoint, Scales, weights_sha256
 from gptneo_trt.errors import BuildError, CheckpointError, GptNeoTrtError, RunError, StorageError
 from gptneo_trt.network import Network, build_network
 from gptneo_trt.runtime import load
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 from gptneo_trt.whole_file import whole_file
 
 # Exit status of an error that has a message on standard output: of network or TensorRT; of memory

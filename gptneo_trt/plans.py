@@ -29,14 +29,14 @@ from gptneo_trt.errors import BuildError, CrashError, GptNeoTrtError
 from gptneo_trt.json_file import object_from_file
 from gptneo_trt.network import activation_scales, smoothing_factors
 from gptneo_trt.plan_worker import EXHAUSTED, REFUSED
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 from gptneo_trt.whole_file import remove_abandoned, write_tensors, writer_lock
 
 MIB = 1 << 20
 FOLDER = Path(__file__).parent
 SOURCES = (
     "backend.py", "blocks.py", "data.py", "layers.py", "masks.py", "network.py", "nvfp4.py",
-    "plan_worker.py", "smoothing.py", "variants.py",
+    "plan_worker.py", "smoothing.py", "variant.py",
 )  # fmt: skip
 # Number format -> what its plans are built for where no GPU runs them: the default may be older.
 ABSENT_GPU = {"nvfp4": ("12.0",)}

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from gptneo_trt.claims import measured_rows, speedups
 from gptneo_trt.report import PHASES
 from gptneo_trt.token_profiles import KL_EDGES_NATS, POSITION_BIN
-from gptneo_trt.variants import FLOOR, PROJECTIONS
+from gptneo_trt.variant import PROJECTIONS
+from gptneo_trt.variants import FLOOR
 
 Results = Mapping[str, Any]  # content of results.json
 INK = "#010203"  # becomes the page's own text colour, light or dark

@@ -22,8 +22,8 @@ REMEDY = "delete it"
 PACKAGES = ("nvidia-modelopt", "torch", "transformers")
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "blocks.py", "calibrate.py", "layers.py", "number_formats.py", "nvfp4.py", "operators.py",
-    "quantizing.py", "reference.py", "smoothing.py", "supported.py",
+    "blocks.py", "calibrate.py", "calibrators.py", "layers.py", "number_formats.py", "nvfp4.py",
+    "operators.py", "quantizing.py", "reference.py", "smoothing.py", "supported.py",
 )  # fmt: skip
 MEMBERS = {
     "activation_amax": dict,

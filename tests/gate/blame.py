@@ -14,7 +14,8 @@ from gptneo_trt.errors import BaselineError, GptNeoTrtError
 from gptneo_trt.network import PHASES
 from gptneo_trt.scale_verdicts import range_ratios
 from gptneo_trt.scales import ranges_from_values
-from gptneo_trt.variants import Variant, variant_named
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import variant_named
 from tests.gate.run import BASELINE_PREFIX, GateRun, stored_baseline
 
 SHOWN = 3  # projections whose ranges changed most; more would hide the rest of the sentence

@@ -27,7 +27,8 @@ from gptneo_trt.known_failures import STAGE_ERRORS
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import Target
 from gptneo_trt.text_sources import SOURCES
-from gptneo_trt.variants import FLOOR, Variant, is_explored, variant_named
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import FLOOR, is_explored, variant_named
 from gptneo_trt.verdicts import Key
 from tests.gate import limits
 from tests.gate.run import BASELINE_PREFIX

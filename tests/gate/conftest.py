@@ -22,7 +22,8 @@ from gptneo_trt.scales import ranges_sha256
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.token_profiles import described
 from gptneo_trt.tokenizer import text_from_file
-from gptneo_trt.variants import FLOOR, VARIANTS, Variant
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import cells, hardware
 from tests.gate.blame import with_changes
 from tests.gate.counting import RUN, is_worker

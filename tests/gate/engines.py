@@ -9,7 +9,8 @@ from gptneo_trt.data import Decoded, Measurement, Scales
 from gptneo_trt.decoder import Executor
 from gptneo_trt.engine import Engine
 from gptneo_trt.errors import GptNeoTrtError
-from gptneo_trt.variants import FLOOR, Variant
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import FLOOR
 from tests.gate.measure import Pipeline
 from tests.gate.measurer import CONTEXT, Setup
 

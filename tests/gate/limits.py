@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.targets import TARGETS, Target
-from gptneo_trt.variants import HEAD, VARIANTS, Variant, is_explored
+from gptneo_trt.variant import HEAD, Variant
+from gptneo_trt.variants import VARIANTS, is_explored
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, EXPLORED, SHIPPED, STUDIED, Bound
 from tests.gate.tolerances import Tolerance
 

@@ -28,7 +28,7 @@ from gptneo_trt.network import build_network
 from gptneo_trt.text_sources import SOURCES
 from gptneo_trt.texts import text_set
 from gptneo_trt.token_profiles import worst_tokens
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 from tests.gate.last_rows import last_rows, padded
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS, Setup
 from tests.gate.references import TYPES, ScoredTexts, reference_logits

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gptneo_trt.child_process import die_with, ending
 from gptneo_trt.data import Measurement, Scales, TextSet
 from gptneo_trt.errors import CrashError, GptNeoTrtError
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 
 if TYPE_CHECKING:
     from tests.gate.measure import Pipeline

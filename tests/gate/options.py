@@ -7,7 +7,7 @@ import pytest
 
 from gptneo_trt.backend import FLAVOURS
 from gptneo_trt.errors import RunError
-from gptneo_trt.variants import TYPES
+from gptneo_trt.variant import TYPES
 from tests.gate.selection import refused_names, target_of
 from tests.gate.shape import STORED_SHAPE, refuse_shape
 

@@ -26,7 +26,7 @@ from gptneo_trt.errors import BaselineError
 from gptneo_trt.paired import paired_difference
 from gptneo_trt.scales import values_from_ranges
 from gptneo_trt.targets import Gpu, Target
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 from gptneo_trt.verdicts import Key, problems
 from tests.gate import tolerances
 from tests.gate.measurer import CONTEXT, DECODE_TOKENS, PROSE_TEXTS

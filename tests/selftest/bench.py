@@ -23,7 +23,8 @@ from gptneo_trt.data import Measurement, Scales, TextSet
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.targets import TARGETS, Gpu, Target
 from gptneo_trt.text_sources import SOURCES
-from gptneo_trt.variants import FLOOR, VARIANTS, Variant, every_module
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import FLOOR, VARIANTS, every_module
 from tests.gate import test_build, test_quality
 from tests.gate.cells import folder_of
 from tests.gate.measure import Pipeline

@@ -19,7 +19,8 @@ from gptneo_trt.engine import Engine
 from gptneo_trt.network import PHASES
 from gptneo_trt.plans import PlanRequest
 from gptneo_trt.targets import Gpu, Target
-from gptneo_trt.variants import FLOOR, VARIANTS, Variant
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import test_build, test_engine, test_quality, test_speed
 from tests.gate.engines import EnginePipeline
 from tests.gate.measurer import CONTEXT, Setup

@@ -10,7 +10,7 @@ import pytest
 from gptneo_trt.data import Cell
 from gptneo_trt.errors import GptNeoTrtError
 from gptneo_trt.targets import TARGETS
-from gptneo_trt.variants import Variant
+from gptneo_trt.variant import Variant
 from tests.gate.cells import OutsideShipLimitsError, errored
 from tests.gate.run import GateRun
 from tests.gate.shape import STORED_SHAPE

@@ -15,7 +15,8 @@ from gptneo_trt.interpreter import Interpreter
 from gptneo_trt.layers import Graph, LinearWeights
 from gptneo_trt.network import PHASES, Network, activation_scales, build_network
 from gptneo_trt.plans import MIB, PlanRequest, build_plan, plan_key
-from gptneo_trt.variants import RECIPE, VARIANTS, Variant
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import RECIPE, VARIANTS
 
 INT4 = Variant(
     "int4", "", RECIPE, quantized_format="int4", weight_scales="block", quantized_activations=False

@@ -14,12 +14,8 @@ import torch
 from tiny import changed, kl_nats
 
 from gptneo_trt import decoder, reference
-from gptneo_trt.calibrate import (
-    calibrate,
-    modelopt_version,
-    quantized_model,
-    quantizer_config,
-)
+from gptneo_trt.calibrate import calibrate, quantized_model, quantizer_config
+from gptneo_trt.calibrators import modelopt_version
 from gptneo_trt.data import TextSet
 from gptneo_trt.errors import BuildError, CalibrationError, RunError
 from gptneo_trt.interpreter import Interpreter

@@ -11,13 +11,8 @@ import torch
 from tiny import kl_nats
 
 from gptneo_trt import decoder, reference
-from gptneo_trt.calibrate import (
-    HISTOGRAM_METHODS,
-    calibrate,
-    histogram_ranges,
-    least_error_amax,
-    quantized_model,
-)
+from gptneo_trt.calibrate import calibrate, quantized_model
+from gptneo_trt.calibrators import HISTOGRAM_METHODS, histogram_ranges, least_error_amax
 from gptneo_trt.checkpoint import checkpoint_from_source
 from gptneo_trt.errors import CalibrationError, VariantError
 from gptneo_trt.inspection import quantization_of
@@ -27,7 +22,8 @@ from gptneo_trt.network import build_network
 from gptneo_trt.operators import to_fp8, to_int8
 from gptneo_trt.smoothing import AWQ, SMOOTHQUANT, smoothed
 from gptneo_trt.texts import text_set
-from gptneo_trt.variants import RECIPE, VARIANTS, Variant, every_module
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import RECIPE, VARIANTS, every_module
 
 # ModelOpt 0.46 scripts functions when it is imported and used; torch 2.13 deprecates that.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")

@@ -14,7 +14,8 @@ from gptneo_trt import network as network_module
 from gptneo_trt.errors import BuildError
 from gptneo_trt.inspection import fingerprint, quantization_of
 from gptneo_trt.network import PHASES, activation_scales, build_network
-from gptneo_trt.variants import PROJECTIONS, VARIANTS
+from gptneo_trt.variant import PROJECTIONS
+from gptneo_trt.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 LAYERS = 7  # one more than both edges, so that every row quantizes something

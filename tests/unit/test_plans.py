@@ -17,7 +17,8 @@ from tiny import changed, fixed_scales
 from gptneo_trt import network, plan_worker, plans
 from gptneo_trt.errors import BuildError, CalibrationError, CrashError
 from gptneo_trt.plans import PlanRequest, build_plan, plan_key
-from gptneo_trt.variants import VARIANTS, Variant
+from gptneo_trt.variant import Variant
+from gptneo_trt.variants import VARIANTS
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from gptneo_trt.network import PHASES, Network, activation_scales, build_network
 from gptneo_trt.operators import to_fp8, to_int8
 from gptneo_trt.scales import read_scales, write_scales
 from gptneo_trt.smoothing import SMOOTHQUANT, readers, smoothed
-from gptneo_trt.variants import (
+from gptneo_trt.variant import (
     BLOCK_FORMATS,
     CALIBRATIONS,
     FORMATS,
@@ -29,10 +29,9 @@ from gptneo_trt.variants import (
     KINDS,
     PROJECTIONS,
     TYPES,
-    VARIANTS,
     Variant,
-    every_module,
 )
+from gptneo_trt.variants import VARIANTS, every_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,15 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gptneo_trt.errors import VariantError
-from gptneo_trt.variants import (
-    FLOOR,
-    KINDS,
-    RECIPE,
-    VARIANTS,
-    Variant,
-    is_explored,
-    variant_named,
-)
+from gptneo_trt.variant import KINDS, Variant
+from gptneo_trt.variants import FLOOR, RECIPE, VARIANTS, is_explored, variant_named
 
 # Row -> what goes wrong, as the message must say it.
 REFUSED = {
