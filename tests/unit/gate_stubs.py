@@ -43,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 VARIABLE = "GATE_STUBS"
 WINDOWS = {"prefill": 256, "decode": 128}
 LAYERS, AMAX = 6, 8.0  # of the bundled checkpoint; the range that every projection has here
+OTHER_AMAX = 5.0  # by every other method
 COMMIT = "4446f63"
 SPEEDUPS = {"fp16": 1.0, "fp8": 1.05}
 H200 = Gpu("NVIDIA H200", "9.0", "580.1", "GPU-made-up", 140.0)
@@ -98,7 +99,8 @@ class Stubs:
         values = found.values | (speed if self.gpu else {})
         values = {name: value for name, value in values.items() if not name.startswith("scales/")}
         values |= {f"{name}/noise": 0.0 for name in found.tokens}  # of two equal rolls
-        ranges = dict.fromkeys(VARIANTS[row].quantized_modules(LAYERS), AMAX)
+        amax = AMAX if VARIANTS[row].calibration_method == "max" else OTHER_AMAX
+        ranges = dict.fromkeys(VARIANTS[row].quantized_modules(LAYERS), amax)
         return replace(found, key=key, values=values | values_from_ranges(ranges))
 
 
@@ -369,10 +371,11 @@ class Interpreters:
         """End nothing."""
 
     def calibrate(self, text, modules, other_methods=()):
-        """Return one range for all projections."""
+        """Return one range for all projections, and another one by every other method."""
         amax = dict.fromkeys(modules, AMAX * self.stages.seeds.get("ranges", 1.0))
         sha256 = self.stages.key["checkpoint_sha256"]
-        return Scales(amax, "max", sha256, text.sha256, text.tokens, "0")
+        others = {method: dict.fromkeys(modules, OTHER_AMAX) for method in other_methods}
+        return Scales(amax, "max", sha256, text.sha256, text.tokens, "0", other_amax=others)
 
     def submit(self, variant, scales):
         """Queue nothing."""

@@ -594,6 +594,17 @@ def test_order_of_summation_that_cannot_be_used(gate, options, message):
     assert contents(found.folder) == found.before
 
 
+def test_a_row_has_the_ranges_of_its_own_calibration(gate):
+    """They are calibrated where a row asks for them, and compared with its stored ones."""
+    found = gate(
+        "--variants", "fp16,fp8,fp8-mse", "tests/gate/test_build.py",
+        stored=(*ROWS_OF_A_RUN, "fp8-mse"),
+    )  # fmt: skip
+
+    assert found.status == 0, found.text
+    assert "with ModelOpt: max, mse-fp8 " in found.text
+
+
 @pytest.mark.parametrize("option", ["--summation-order=3", "--dequantize=fp32"])
 def test_options_that_shape_figures_are_part_of_the_command(gate, tmp_path, option):
     """Whoever reads the results sees that they are not those of a plain run."""

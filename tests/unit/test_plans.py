@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 from sources import imported_modules
-from tiny import changed, fixed_scales
+from tiny import T0, changed, fixed_scales
 
 from gptneo_trt import network, plan_worker, plans
 from gptneo_trt.errors import BuildError, CalibrationError, CrashError
@@ -162,6 +162,19 @@ SAME_PLAN = {
 def test_R06_what_shapes_a_plan_is_in_its_key(request_of, change):
     """Changing anything that shapes the plan asks for another file."""
     assert plan_key(change(request_of())) != plan_key(request_of())
+
+
+def test_R06_a_plan_has_the_factors_of_its_row_s_smoothing(built, request_of):
+    """They are in the key and reach the worker, which builds another plan of them."""
+    request = with_row(request_of(), smoothing="smoothquant")
+    ranges = {"smoothquant": request.scales.activation_amax}
+    norms, width = request.scales.smoothing["smoothquant"], T0.hidden_size
+    plans_of = []
+    for factor in (1.0, 0.5):
+        smoothing = {"smoothquant": dict.fromkeys(norms, (factor,) * width)}
+        scales = replace(request.scales, other_amax=ranges, smoothing=smoothing)
+        plans_of.append(build_plan(replace(request, scales=scales), built.cache))
+    assert len({plan.path for plan in plans_of}) == len({plan.sha256 for plan in plans_of}) == 2
 
 
 @pytest.mark.parametrize("kind", ["max", "percentile"])

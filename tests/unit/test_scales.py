@@ -309,6 +309,7 @@ def test_another_modelopt_is_another_file(tmp_path, monkeypatch):
     text = SimpleNamespace(token_ids_sha256="70c5")
     before = scales_path(tmp_path, CHECKPOINT, text)
     assert before == scales_path(tmp_path, CHECKPOINT, text)
+    assert before != scales_path(tmp_path, CHECKPOINT, text, ["mse-fp8"])  # has more in it
     monkeypatch.setattr("gptneo_trt.scales.metadata.version", lambda name: "0.99")
     assert scales_path(tmp_path, CHECKPOINT, text) != before
 
