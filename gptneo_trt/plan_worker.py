@@ -31,8 +31,8 @@ from gptneo_trt.whole_file import whole_file
 # Exit status of an error that has a message on standard output: of network or TensorRT; of memory
 # or disk.
 REFUSED, EXHAUSTED = 3, 4
-# TensorRT's words for it, in lower case.
-NO_MEMORY = ("bad_alloc", "out of memory")
+# TensorRT's words for it, in lower case; the last where a thread finds no room for its stack.
+NO_MEMORY = ("bad_alloc", "out of memory", "resource temporarily unavailable")
 
 
 def build(job: dict[str, Any]) -> dict[str, Any]:
