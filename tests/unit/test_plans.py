@@ -489,9 +489,10 @@ def test_N06_error_lines_beside_a_plan_are_kept(job, logging_builder, tmp_path):
     assert (tmp_path / "x.plan").read_bytes() == b"a plan"
 
 
-def test_N06_too_little_memory_is_no_refusal(job, logging_builder, monkeypatch):
-    """TensorRT's std::bad_alloc is told as exhaustion: no known failure excuses it."""
-    logging_builder(None, "Unexpected exception std::bad_alloc")
+@pytest.mark.parametrize("said", ["std::bad_alloc", "Resource temporarily unavailable"])
+def test_N06_too_little_memory_is_no_refusal(job, logging_builder, monkeypatch, said):
+    """What TensorRT says of it is told as exhaustion: no known failure excuses it."""
+    logging_builder(None, f"Unexpected exception {said}")
     with pytest.raises(MemoryError, match="build_serialized_network returned None"):
         plan_worker.build(job)
     monkeypatch.setattr(plan_worker, "die_with", lambda parent: None)
