@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -33,6 +34,7 @@ from gptneo_trt.whole_file import whole_file
 REFUSED, EXHAUSTED = 3, 4
 # TensorRT's words for it, in lower case; the last where a thread finds no room for its stack.
 NO_MEMORY = ("bad_alloc", "out of memory", "resource temporarily unavailable")
+SPARE_BYTES = 64 * 2**20  # whoever has less left when TensorRT fails has run out
 
 
 def build(job: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     lines = tuple(network.log.lines)
     if serialized is None:
         what = f"{backend.target}: build_serialized_network returned None"
-        if any(words in line.lower() for line in lines for words in NO_MEMORY):
+        if _is_out_of_memory(lines):
             raise MemoryError(what)
         raise BuildError(what, lines)
     plan = bytes(serialized)
@@ -78,6 +80,17 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         with suppress(RunError):
             load(backend, Path(job["plan"]), Path(job["kernels"]))
     return record
+
+
+def _is_out_of_memory(lines: Sequence[str]) -> bool:
+    """Return whether a build failed for want of memory, by TensorRT's words or by what is left."""
+    if any(words in line.lower() for line in lines for words in NO_MEMORY):
+        return True
+    try:
+        bytearray(SPARE_BYTES)
+    except MemoryError:
+        return True
+    return False
 
 
 def _network_of(job: dict[str, Any], backend: Backend) -> Network:
