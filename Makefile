@@ -2,18 +2,20 @@
 #   make gate    the CPU gate: every row, from checkpoint to verdict
 #   make study   the CPU gate of the whole matrix with its report, in gate-report/
 #   make h200    the gate on a GPU host; also make b200, make b300
+#   make search  on a GPU host: which sets of projections are worth building, measured
 #   make test    everything: unit tests, self-tests and the CPU gate
 #   make test-long  more of the tests that kill, mutate and race at random
 #   make check   ruff and mypy
 #   make measure what the gate costs: seconds cold and warm, peak memory
-# ARGS is handed to pytest: make gate ARGS="--variants fp16,fp8"
+# ARGS is handed to pytest: make gate ARGS="--variants fp16,fp8"; with search, TARGET is the GPU
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+TARGET ?= h200
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: gate study h200 b200 b300 test test-long check measure clean
+.PHONY: gate study h200 b200 b300 search test test-long check measure clean
 
 gate: $(READY)
 	$(BIN)/python -m pytest -m cpu tests/gate $(ARGS)
@@ -23,6 +25,9 @@ h200 b200 b300: $(READY)
 
 study: $(READY)
 	$(BIN)/python -m pytest -m cpu tests/gate --variants all --gate-report=gate-report $(ARGS)
+
+search: $(READY)
+	$(BIN)/python -m tests.search_sets --target $(TARGET) --report gate-report/search $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)

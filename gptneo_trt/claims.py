@@ -151,7 +151,7 @@ def speed_claims(results: Results) -> list[str]:
         groups: dict[str, list[str]] = {"faster than": [], "slower than": [], "as fast as": []}
         for variant, (ratio, lower, upper) in speedups(results, phase).items():
             group = "as fast as"
-            if _is_inconclusive(results, variant, phase):
+            if is_inconclusive(results, variant, phase):
                 continue
             if lower > 1:
                 group = "faster than"
@@ -163,13 +163,14 @@ def speed_claims(results: Results) -> list[str]:
             for group, rows in groups.items()
             if rows
         ]
-        unclear = [row for row in measured_rows(results) if _is_inconclusive(results, row, phase)]
+        unclear = [row for row in measured_rows(results) if is_inconclusive(results, row, phase)]
         if unclear:
             claims.append(f"{phase}: inconclusive, not counted above: {', '.join(unclear)}.")
     return claims
 
 
-def _is_inconclusive(results: Results, variant: str, phase: str) -> bool:
+def is_inconclusive(results: Results, variant: str, phase: str) -> bool:
+    """Return whether a row's time was measured and shows neither this nor that."""
     cells = (cell_of(results, variant, phase, metric) for metric in SPEED_CELLS)
     return any(cell is not None and cell["verdict"] == "inconclusive" for cell in cells)
 
