@@ -59,6 +59,7 @@ report          Cells, values -> the tables
 plots           results.json -> SVG
 render          results.json -> report.md and report.html
 compare         two results.json -> which cells changed beyond noise
+study           results.json -> beside what the study published
 search          results.json of rows of one kind each -> which sets are worth building
 provenance      commit, versions, machine
 whole_file      write files that appear whole or not at all

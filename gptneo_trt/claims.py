@@ -175,25 +175,29 @@ def is_inconclusive(results: Results, variant: str, phase: str) -> bool:
     return any(cell is not None and cell["verdict"] == "inconclusive" for cell in cells)
 
 
+def decided_and_timed(results: Results, phase: str) -> dict[str, bool]:
+    """Return row -> whether it is within the ship limits and faster, where both were decided."""
+    outcomes = {each.variant: each.outcome for each in decisions(results)}
+    return {
+        name: outcomes[name] == OUTCOMES[WITHIN] and lower > 1
+        for name, (_, lower, _) in speedups(results, phase).items()
+        if outcomes.get(name) in (OUTCOMES[WITHIN], OUTCOMES[OUTSIDE])
+        and not is_inconclusive(results, name, phase)
+    }
+
+
 def summary(results: Results) -> list[str]:
     """Return whether a measured row has both: within the ship limits, and faster, a phase each."""
-    outcomes = {each.variant: each.outcome for each in decisions(results)}
     claims = []
     for phase in PHASES:
-        timed = speedups(results, phase)
-        judged = [
-            name for name in timed if outcomes.get(name) in (OUTCOMES[WITHIN], OUTCOMES[OUTSIDE])
-        ]
-        if not judged:
-            continue
-        both = [
-            name for name in judged if outcomes[name] == OUTCOMES[WITHIN] and timed[name][1] > 1
-        ]
+        judged = decided_and_timed(results, phase)
+        both = [name for name, has_both in judged.items() if has_both]
         told = f"have both: {', '.join(both)}" if both else "none has both"
-        claims.append(
-            f"Of {len(judged)} rows whose quality was decided and whose {phase} was timed, {told} "
-            f"(within the ship limits, and faster than {FLOOR})."
-        )
+        if judged:
+            claims.append(
+                f"Of {len(judged)} rows whose quality was decided and whose {phase} was timed, "
+                f"{told} (within the ship limits, and faster than {FLOOR})."
+            )
     return claims
 
 

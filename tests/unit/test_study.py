@@ -1,0 +1,120 @@
+"""The table beside the study's: every figure is read from a run, or said to be not measured."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+
+from gptneo_trt import study
+from gptneo_trt.study import FINDINGS, NOT_MEASURED, table
+from gptneo_trt.variants import VARIANTS
+from gptneo_trt.verdicts import WITHIN
+from tests.unit.stored_results import FILE, measured_only, stored_results, with_cell
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Return a real run on an H200."""
+    return stored_results()
+
+
+def cells(line):
+    """Return the cells of a table's line."""
+    return [each.strip() for each in line.strip("|").split("|")]
+
+
+def figure(run, what):
+    """Return what a run on the bundled checkpoint says of a finding."""
+    (found,) = [each for each in FINDINGS if each.what.startswith(what)]
+    return found.bundled(run)
+
+
+def test_every_line_has_every_cell(run):
+    """Five a line, and none of them empty."""
+    heading, rule, *lines = table(run, run)
+    assert cells(rule) == ["---"] * 5
+    assert len(lines) == len(FINDINGS)
+    for line in lines:
+        assert len(cells(line)) == len(cells(heading))
+        assert all(cells(line))
+
+
+def test_nothing_is_said_of_what_was_not_measured(run):
+    """A run of no row, or of fp16 alone, has no figure of FP8."""
+    nothing = measured_only(run, [])
+    assert {each.bundled(nothing) for each in FINDINGS} == {NOT_MEASURED}
+    floor = measured_only(run, ["fp16"])
+    said = {each.what for each in FINDINGS if each.bundled(floor) != NOT_MEASURED}
+    assert {each.partition(",")[0] for each in said} == {
+        "decode plan",
+        "KL of fp16 to bf16",
+        "non-finite logits",
+    }
+
+
+def test_one_figure_of_two_is_told_beside_what_is_missing(run):
+    """A row whose decode alone was timed has one."""
+    part = copy.deepcopy(run)
+    part["values"]["fp8"].pop("prefill/speedup_x")
+    decode = part["values"]["fp8"]["decode/speedup_x"]
+    assert figure(part, "fp16's time over the FP8") == f"{decode:.2f} / {NOT_MEASURED}"
+
+
+def test_figures_are_those_of_the_run(run):
+    """Read from other members of it, or computed from them here."""
+    values = run["values"]
+    prefill = {name: row["prefill/prose/bf16/kl_mean_nats"] for name, row in values.items()}
+    assert figure(run, "one kind alone") == (
+        f"{prefill['fp8-v_proj'] / prefill['fp16']:.1f} (v_proj) to "
+        f"{prefill['fp8-c_fc'] / prefill['fp16']:.1f} x (c_fc)"
+    )
+    ratio = prefill["fp8-scales-x1.5"] / prefill["fp8"]
+    assert figure(run, "KL at activation scales") == f"{ratio:.2f} x the recipe's"
+    top1 = [
+        cell["obtained"]
+        for name in ("fp16", "fp8")
+        for cell in run["cells"]
+        if (cell["variant"], cell["metric"]) == (name, "next_token/top1_frac")
+    ]
+    assert figure(run, "next-token top-1") == f"{100 * (top1[0] - top1[1]):.0f} points"
+    plans = [f"{values[name]['decode/plan_mib']:.1f}" for name in ("fp16", "fp8")]
+    assert figure(run, "decode plan") == " -> ".join(plans)
+
+
+def test_a_row_that_does_not_build_is_said_to(run):
+    """As out_proj on TensorRT 11.4: with no loss beside it."""
+    failed = with_cell(run, "fp8-out_proj", "decode", "build", verdict="failed as known")
+    failed["values"] = {name: row for name, row in run["values"].items() if name != "fp8-out_proj"}
+    assert figure(failed, "FP8 out_proj") == "does not build"
+    assert figure(run, "FP8 out_proj").startswith("builds, ")
+
+
+def test_non_finite_values_are_counted(run):
+    """A row with one in a phase is not clean."""
+    bad = with_cell(run, "fp8", "decode", "non_finite", verdict="failed")
+    assert (
+        figure(bad, "non-finite")
+        == f"none in {len(run['values']) - 1} of {len(run['values'])} rows"
+    )
+
+
+def test_a_row_with_both_is_named(run):
+    """Within the ship limits, and faster."""
+    good = with_cell(run, "fp8-k_proj", "both", "ship", obtained=WITHIN)
+    assert figure(good, "within the ship limits").startswith("fp8-k_proj of 21 in prefill; none of")
+    assert figure(run, "within the ship limits").startswith("none of 21 in prefill")
+
+
+def test_every_row_that_is_asked_for_exists():
+    """A name that no row has would be not measured for ever."""
+    source = Path(study.__file__).read_text(encoding="utf-8")
+    asked = re.findall(r'"((?:fp8|nvfp4)[-\w.]*)"', source)
+    assert len(asked) > 8
+    assert set(asked) <= set(VARIANTS)
+
+
+def test_command_prints_the_table(run, capsys):
+    """From two files."""
+    assert study.main([str(FILE), str(FILE)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(FINDINGS) + 2
