@@ -25,18 +25,21 @@ KL_REGRESSIONS = (
     ("prefill", "regression/sampled/kl_mean_nats"),
 )
 ENGINE_HEADINGS = (
-    "variant", "x fp16", "us", "recipe KL", "engine excess %", "KL to interpreter", "load s",
+    "variant", "x fp16", "us", "fp16 us", "recipe KL", "engine excess %", "KL to interpreter",
+    "load s",
 )  # fmt: skip
 ENGINE_LEGEND = (
-    "prefill / decode; x fp16: fp16's device time over the row's; us a replay; recipe KL in nats a "
-    "token, interpreter to the bf16 reference; engine excess in per cent of it; KL to interpreter "
-    "in nats a token, rows without FP8; +-: to the further end of the 95 % interval"
+    "prefill / decode; x fp16: fp16's device time over the row's, in the same rounds; us, and fp16 "
+    "us in these rounds: a replay; recipe KL in nats a token, interpreter to the bf16 reference; "
+    "engine excess in per cent of it; KL to interpreter in nats a token, rows without FP8; +-: to "
+    "the further end of the 95 % interval"
 )
 ALTERNATIVE_HEADINGS = ("phase", "instead of the engine", "x fp16's time", "us")
 ALTERNATIVES_LEGEND = (
-    "x fp16's time: device time a replay over the fp16 engine's, above 1 is slower; weights_read: "
-    "all weights read once, at copy bandwidth; step over bare engine: a decode step's time over "
-    "its engine's alone"
+    "x fp16's time: device time a replay over the fp16 engine's in the same rounds, above 1 is "
+    "slower; us: a replay, of the fp16 engine in rounds next to itself; weights_read: all weights "
+    "read once, at copy bandwidth; step over bare engine: a decode step's time over its engine's "
+    "alone"
 )
 PHASES = ("prefill", "decode")
 NOT_MEASURED = "- / -"
@@ -77,8 +80,8 @@ def quality_rows(
         rows.append(
             (
                 variant,
-                _pair(row, "prose/bf16/kl_mean_nats", ".3g"),
-                _number(row.get("prefill/prose/bf16/kl_p99_nats"), ".3g"),
+                _pair(row, "prose/bf16/kl_mean_nats", "#.3g"),
+                _number(row.get("prefill/prose/bf16/kl_p99_nats"), "#.3g"),
                 _floor_ratio(row, floor),
                 _top1(row),
                 _number(row.get("prefill/prose/bf16/perplexity"), ".2f"),
@@ -158,7 +161,7 @@ def _excess(row: Values, phase: str) -> str:
         return "-"
     names = ("kl_mean_nats", "kl_lower_nats", "kl_upper_nats")
     nats = (row.get(f"{phase}/excess/bf16/{name}") for name in names)
-    return _interval(".1f", *(None if each is None else 100 * each / recipe for each in nats))
+    return _interval("z.1f", *(None if each is None else 100 * each / recipe for each in nats))
 
 
 def engine_rows(values: Mapping[str, Values]) -> list[tuple[str, ...]]:
@@ -172,9 +175,10 @@ def engine_rows(values: Mapping[str, Values]) -> list[tuple[str, ...]]:
             variant,
             " / ".join(_speedup(row, phase) for phase in PHASES),
             _pair(row, "latency_us", ".1f"),
-            _pair(row, "recipe/bf16/kl_mean_nats", ".3g"),
+            _pair(row, "fp16_latency_us", ".1f"),
+            _pair(row, "recipe/bf16/kl_mean_nats", "#.3g"),
             " / ".join(_excess(row, phase) for phase in PHASES),
-            _pair(row, "direct/kl_mean_nats", ".2g"),
+            _pair(row, "direct/kl_mean_nats", "#.2g"),
             _pair(row, "load_s", ".1f"),
         )
         for variant, row in values.items()

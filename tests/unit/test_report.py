@@ -36,6 +36,8 @@ FP16_ENGINE = {
     "decode/speedup_upper_x": 1.0016,
     "prefill/latency_us": 412.34,
     "decode/latency_us": 63.06,
+    "prefill/fp16_latency_us": 412.5,
+    "decode/fp16_latency_us": 63.05,
     "prefill/direct/kl_mean_nats": 1.234e-5,
     "decode/direct/kl_mean_nats": 2e-6,
     "prefill/load_s": 0.31,
@@ -98,8 +100,8 @@ def test_table_shows_every_figure_of_a_row():
 
     assert columns(line) == {
         "variant": "fp16",
-        "KL mean": "0.0002 / 0.0003",
-        "KL p99": "0.0012",
+        "KL mean": "0.000200 / 0.000300",
+        "KL p99": "0.00120",
         "x floor": "1.0+-0.0",
         "top-1": "0.9800+-0.0025",
         "perplexity": "58.46",
@@ -216,16 +218,18 @@ def test_engine_table_has_these_lines():
 
     lines = report.engine_table(rows)
 
-    middle = len("variant   x fp16                       us            recipe KL      ")
+    middle = len(
+        "variant   x fp16                       us            fp16 us       recipe KL          "
+    )
     assert [line[:middle].rstrip() for line in lines] == [
-        "variant   x fp16                       us            recipe KL",
-        "fp16      1.000+-0.002 / 1.000+-0.002  412.3 / 63.1  - / -",
-        "fp8       1.100 / -                    - / -         0.008 / 0.004",
-        "fp8-c_fc  - / -                        - / -         - / -",
+        "variant   x fp16                       us            fp16 us       recipe KL",
+        "fp16      1.000+-0.002 / 1.000+-0.002  412.3 / 63.1  412.5 / 63.0  - / -",
+        "fp8       1.100 / -                    - / -         - / -         0.00800 / 0.00400",
+        "fp8-c_fc  - / -                        - / -         - / -         - / -",
     ]
     assert [line[middle:] for line in lines] == [
         "engine excess %        KL to interpreter  load s",
-        "- / -                  1.2e-05 / 2e-06    0.3 / 1.3",
+        "- / -                  1.2e-05 / 2.0e-06  0.3 / 1.3",
         "2.5+-7.5 / -2.5+-10.0  - / -              - / -",
         "- / -                  - / -              - / -",
     ]
@@ -254,7 +258,7 @@ def test_engine_table_shows_whatever_there_is(name):
 
 @pytest.mark.parametrize(
     ("recipe", "shown"),
-    [({}, "- / -  "), ({"prefill/recipe/bf16/kl_mean_nats": 0.0}, "0 / -  ")],
+    [({}, "- / -     "), ({"prefill/recipe/bf16/kl_mean_nats": 0.0}, "0.00 / -  ")],
     ids=["missing", "zero"],
 )
 def test_there_is_no_excess_of_a_recipe_without_loss(recipe, shown):
@@ -264,8 +268,15 @@ def test_there_is_no_excess_of_a_recipe_without_loss(recipe, shown):
     line = report.engine_table({"fp8": row | recipe})[1]
 
     assert line == (
-        f"fp8      - / -   - / -  {shown}    - / -            - / -              1.0 / -"
+        f"fp8      - / -   - / -  - / -    {shown} - / -            - / -              1.0 / -"
     )
+
+
+def test_an_excess_that_rounds_to_nothing_has_no_sign():
+    """ "-0.0" reads as a loss that went the other way."""
+    row = {"decode/recipe/bf16/kl_mean_nats": 0.01, "decode/excess/bf16/kl_mean_nats": -1e-6}
+
+    assert "- / 0.0 " in report.engine_table({"fp8": row})[1]
 
 
 def test_an_interval_reaches_to_its_further_end():
@@ -352,7 +363,15 @@ def test_tables_leave_out_alternatives_that_were_not_timed():
 
 def test_legends_explain_every_heading_of_engines():
     """A reader finds the unit and the phase of each figure below its table."""
-    named = ("prefill / decode", "x fp16", "us", "recipe KL", "engine excess", "KL to interpreter")
+    named = (
+        "prefill / decode",
+        "x fp16",
+        "us",
+        "fp16 us",
+        "recipe KL",
+        "engine excess",
+        "KL to interpreter",
+    )
     for heading in (*named, "per cent", "nats", "+-"):
         assert heading in report.ENGINE_LEGEND
     for heading in ("x fp16's time", "weights_read", "step over bare engine"):
