@@ -4,23 +4,27 @@ Every sentence is made from measured cells and values, names every row that it i
 quality and speed apart. A row without a measured cell is in ``not_measured`` and nowhere else.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from gptneo_trt.decisions import (
+    FIGURES,
+    OUTCOMES,
+    Decision,
+    cell_of,
+    decisions,
+    measured_rows,
+)
 from gptneo_trt.report import PHASES
 from gptneo_trt.variants import FLOOR
-from gptneo_trt.verdicts import OUTSIDE, UNDECIDED, WITHIN
+from gptneo_trt.verdicts import OUTSIDE, WITHIN
 
 Results = Mapping[str, Any]  # content of results.json
 Values = Mapping[str, float]
-SHIP = ("both", "ship")
 SPEED_CELLS = ("regression/speedup_x", "speedup_x")  # of a ratio that is stored, and that is not
-OUTCOMES = {
-    WITHIN: "within the ship limits",
-    OUTSIDE: "outside the ship limits",
-    UNDECIDED: "inconclusive",
-}
+EXCESS = tuple(f"{phase}/excess/" for phase in PHASES)  # values of an engine next to its network
 # What a run leaves out, and what would have to change: (what, why, when to revisit).
 NVFP4 = (
     "NVFP4",
@@ -31,80 +35,82 @@ NVFP4 = (
 OTHER_SHAPES = (
     "other batches and contexts",
     "a run builds networks of one batch and one context",
-    "a user serves others: --batch, --context",
+    "a user serves others: `--batch`, `--context`",
 )
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Hold what a run says about shipping one row.
-
-    Attributes:
-        variant: the row.
-        decision: "shipped" or "studied", as decided before the run; "" where nobody decided.
-        outcome: a value of OUTCOMES, or "not measured".
-        reason: of the cell; "" where there is none.
-    """
-
-    variant: str
-    decision: str
-    outcome: str
-    reason: str
-
-
-def cell_of(results: Results, variant: str, phase: str, metric: str) -> Mapping[str, Any] | None:
-    """Return the measured cell of that name, or None."""
-    for cell in results["cells"]:
-        if (cell["variant"], cell["phase"], cell["metric"]) == (variant, phase, metric):
-            return cell if cell["verdict"] != "not measured" else None
-    return None
+def opening(results: Results) -> list[str]:
+    """Return which rows may ship and which not, and why: what a reader came for."""
+    rows = _by_outcome(results)
+    within, outside, undecided = (rows.get(outcome, []) for outcome in OUTCOMES.values())
+    claims = []
+    if within:
+        names = ", ".join(each.variant for each in within)
+        claims.append(f"May ship, every figure within its ship limit: {names}.")
+    if outside:
+        claims.append(f"May not ship: {_count(outside)}.{_why_not(results, outside)}")
+    if undecided:
+        names = ", ".join(each.variant for each in undecided)
+        claims.append(f"Not decided, more tokens are needed: {names}.")
+    return claims
 
 
-def measured_rows(results: Results) -> list[str]:
-    """Return the rows with at least one measured cell, in the order of the report."""
-    found = {cell["variant"] for cell in results["cells"] if cell["verdict"] != "not measured"}
-    known = [name for name in results.get("rows", {}) if name in found]
-    return known + sorted(found - set(known))
+def _why_not(results: Results, outside: Sequence[Decision]) -> str:
+    """Return how many rows miss which limit, and the row that is nearest to the limit of KL."""
+    missed = Counter(name for each in outside for name in each.figures)
+    told = [f"{FIGURES[name].noun} in {missed[name]}" for name in FIGURES if missed[name]]
+    why = f" Outside its limit: {', '.join(told)}." if told else ""
+    nearest = _nearest(results)
+    if nearest:
+        why += f" Nearest: {nearest}, {_ratio(results, nearest):.1f} x {FLOOR}'s KL."
+    return why
 
 
-def decisions(results: Results) -> list[Decision]:
-    """Return one Decision a measured row that somebody decided on, in the report's order."""
-    found = []
-    for variant in measured_rows(results):
-        decision = results.get("rows", {}).get(variant, {}).get("decision", "")
-        cell = cell_of(results, variant, *SHIP)
-        if cell:
-            outcome = OUTCOMES.get(cell["obtained"], str(cell["obtained"]))
-            reason = cell["reason"].rpartition(f"{cell['obtained']}: ")[2]
-            found.append(Decision(variant, decision, outcome, reason))
-        elif decision:
-            found.append(Decision(variant, decision, "not measured", ""))
+def _by_outcome(results: Results) -> dict[str, list[Decision]]:
+    found: dict[str, list[Decision]] = {}
+    for each in decisions(results):
+        found.setdefault(each.outcome, []).append(each)
     return found
 
 
 def quality_claims(results: Results) -> list[str]:
     """Return what the run says of quality, one sentence a group of rows and one a scaled row.
 
-    The figure of a row is its KL over the fp16 row's, in prefill.
+    The figure of a row is its KL over the fp16 row's, in prefill; the least comes first.
     """
-    by_outcome: dict[str, list[str]] = {}
-    for each in decisions(results):
-        by_outcome.setdefault(each.outcome, []).append(each.variant)
+    by_outcome = _by_outcome(results)
     claims = [
-        f"{_count(rows)} {outcome} (KL over the {FLOOR} row's, prefill): {_named(results, rows)}."
+        f"{_count(rows)} {outcome} (KL over the {FLOOR} row's, prefill): "
+        f"{_named(results, (each.variant for each in rows))}."
         for outcome in OUTCOMES.values()
         if (rows := by_outcome.get(outcome))
     ]
     return claims + list(_negative_results(results))
 
 
+def _ratio(results: Results, variant: str) -> float | None:
+    """Return the KL over the floor's in prefill, where that was judged."""
+    return results["values"].get(variant, {}).get("prefill/prose/bf16/floor_ratio_x")
+
+
 def _named(results: Results, rows: Iterable[str]) -> str:
-    """Return the rows, each with its KL over the floor's in prefill where that was judged."""
-    told = []
-    for variant in rows:
-        ratio = results["values"].get(variant, {}).get("prefill/prose/bf16/floor_ratio_x")
-        told.append(variant if ratio is None else f"{variant} ({ratio:.1f} x)")
-    return ", ".join(told)
+    """Return the rows, the least ratio first, each with it; those without one come last."""
+    ratios = {variant: _ratio(results, variant) for variant in rows}
+    told = [
+        (math.inf, name) if ratio is None else (ratio, f"{name} ({ratio:.1f} x)")
+        for name, ratio in ratios.items()
+    ]
+    return ", ".join(text for _, text in sorted(told, key=lambda each: each[0]))
+
+
+def _nearest(results: Results) -> str:
+    """Return the row with the least KL of those whose KL misses its limit; "" without one."""
+    ratios = {
+        each.variant: ratio
+        for each in _by_outcome(results).get(OUTCOMES[OUTSIDE], [])
+        if "floor_ratio_x" in each.figures and (ratio := _ratio(results, each.variant)) is not None
+    }
+    return min(ratios, key=lambda row: ratios[row], default="")
 
 
 def _negative_results(results: Results) -> Iterator[str]:
@@ -145,11 +151,15 @@ def speedups(results: Results, phase: str) -> dict[str, tuple[float, float, floa
 
 
 def speed_claims(results: Results) -> list[str]:
-    """Return what the run says of speed: every timed row by name, a sentence a phase and group."""
+    """Return what the run says of speed: every timed row by name, a sentence a phase and group.
+
+    The fastest comes first.
+    """
     claims = []
     for phase in PHASES:
-        groups: dict[str, list[str]] = {"faster than": [], "slower than": [], "as fast as": []}
-        for variant, (ratio, lower, upper) in speedups(results, phase).items():
+        groups: dict[str, list[str]] = {"faster than": [], "as fast as": [], "slower than": []}
+        timed = sorted(speedups(results, phase).items(), key=lambda row: -row[1][0])
+        for variant, (ratio, lower, upper) in timed:
             group = "as fast as"
             if is_inconclusive(results, variant, phase):
                 continue
@@ -203,45 +213,56 @@ def summary(results: Results) -> list[str]:
 
 def not_measured(results: Results) -> list[tuple[str, str, str]]:
     """Return (what, why, when to revisit) of everything that this run says nothing about."""
-    measured, found = set(measured_rows(results)), []
-    absent = [name for name in results.get("rows", {}) if name not in measured]
-    if absent:
-        found.append((", ".join(absent), "rows that this run did not select", "they are selected"))
+    found = list(_absent_rows(results))
     missing = results["coverage"]["missing"]
+    target, on_a_gpu = results["target"].partition("/")[0], "it runs on a GPU's target"
     if missing:
         shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" * (len(missing) > 12))
         found.append((shown, "cells without a figure in this run", "the run is repeated"))
     if not any(speedups(results, phase) for phase in PHASES):
-        target = results["target"].partition("/")[0]
-        found.append(
-            ("speed", f"target {target} timed no engine in this run", "it runs on a GPU's target")
-        )
+        found.append(("speed", f"target {target} timed no engine in this run", on_a_gpu))
+    if not any(name.startswith(EXCESS) for row in results["values"].values() for name in row):
+        why = f"target {target} ran no engine in this run: losses are those of networks"
+        found.append(("engine excess", why, on_a_gpu))
     if not any(_is_nvfp4(results, row) for phase in PHASES for row in speedups(results, phase)):
         found.append(NVFP4)
     return [*found, OTHER_SHAPES]
 
 
+def _absent_rows(results: Results) -> Iterator[tuple[str, str, str]]:
+    measured = set(measured_rows(results))
+    absent = [name for name in results.get("rows", {}) if name not in measured]
+    layers = len(results["model"]["architecture"]["attention_layers"])
+    edges = {name: _settings(results, name).get("float_edge_layers", 0) for name in absent}
+    shallow = [name for name in absent if 2 * edges[name] >= layers]
+    if shallow:
+        why = f"all {layers} layers of this checkpoint are at an end, which the row leaves in fp16"
+        yield ", ".join(shallow), why, "a deeper checkpoint is at hand"
+    others = ", ".join(name for name in absent if name not in shallow)
+    if others:
+        yield others, "rows that this run did not select", "they are selected"
+
+
 def _is_nvfp4(results: Results, variant: str) -> bool:
-    row = results.get("rows", {}).get(variant, {})
-    return bool(row.get("settings", {}).get("quantized_format") == "nvfp4")
+    return bool(_settings(results, variant).get("quantized_format") == "nvfp4")
+
+
+def _settings(results: Results, variant: str) -> Mapping[str, Any]:
+    """Return what a row builds; nothing of a run that stored no rows."""
+    found: Mapping[str, Any] = results.get("rows", {}).get(variant, {}).get("settings", {})
+    return found
 
 
 def revisit(results: Results) -> list[str]:
     """Return when a decision of this run is to be looked at again, from its own figures."""
-    claims = []
-    studied = [each for each in decisions(results) if each.outcome == OUTCOMES[OUTSIDE]]
-    ratios = {
-        each.variant: ratio
-        for each in studied
-        if (ratio := results["values"][each.variant].get("prefill/prose/bf16/floor_ratio_x"))
-    }
+    claims, nearest = [], _nearest(results)
     limit = results.get("ship_limits", {}).get("floor_ratio_x")
-    if ratios and limit:
-        nearest = min(ratios, key=lambda name: ratios[name])
+    if nearest and limit:
         claims.append(
-            f"The row outside the limits that is nearest is {nearest}: {ratios[nearest]:.1f} x the "
-            f"{FLOOR} row's KL in prefill, where {limit['value']:g} x may ship. A calibration or a "
-            'format that closes that distance fails the gate with "revisit the decision".'
+            f"The row outside the limits that is nearest is {nearest}: "
+            f"{_ratio(results, nearest):.1f} x the {FLOOR} row's KL in prefill, where "
+            f"{limit['value']:g} x may ship. A calibration or a format that closes that distance "
+            'fails the gate with "revisit the decision".'
         )
     inconclusive = [each.variant for each in decisions(results) if each.outcome == "inconclusive"]
     if inconclusive:
@@ -249,5 +270,5 @@ def revisit(results: Results) -> list[str]:
     return [*claims, "Another checkpoint size, GPU or TensorRT version: run the gate there."]
 
 
-def _count(rows: Sequence[str]) -> str:
+def _count(rows: Sequence[object]) -> str:
     return "1 row" if len(rows) == 1 else f"{len(rows)} rows"

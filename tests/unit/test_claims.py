@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stored_results import measured_only, stored_results, with_cell
 
 from gptneo_trt import claims
+from gptneo_trt.decisions import in_words, ship_limits
 from gptneo_trt.variants import VARIANTS
 
 NAMES = sorted(VARIANTS, key=len, reverse=True)
@@ -27,7 +28,8 @@ def named(lines):
 
 def sentences(results):
     """Return everything that is said of rows, but of those that were not measured."""
-    told = [claims.quality_claims, claims.speed_claims, claims.summary, claims.revisit]
+    told = [claims.opening, claims.quality_claims, claims.speed_claims]
+    told += [claims.summary, claims.revisit]
     return [line for tell in told for line in tell(results)]
 
 
@@ -42,7 +44,8 @@ def test_review_1_no_sentence_is_about_a_row_that_was_not_measured(rows):
 
     assert named(sentences(results)) <= rows
     assert {each.variant for each in claims.decisions(results)} <= rows
-    absent = [what for what, why, _ in claims.not_measured(results) if "did not select" in why]
+    whole_rows = ("did not select", "which the row leaves in fp16")
+    absent = [what for what, why, _ in claims.not_measured(results) if why.endswith(whole_rows)]
     assert named(absent) == set(VARIANTS) - rows
 
 
@@ -156,6 +159,7 @@ def test_an_undecided_row_is_inconclusive_and_counted_nowhere_else():
     (line,) = (line for line in claims.quality_claims(results) if "inconclusive" in line)
     assert named([line]) - {"fp16"} == {"fp8-v_proj"}
     assert "More tokens are needed to decide on fp8-v_proj." in claims.revisit(results)
+    assert "Not decided, more tokens are needed: fp8-v_proj." in claims.opening(results)
     others = [line for line in claims.quality_claims(results) if "ship limits (" in line]
     assert "fp8-v_proj" not in named(others)
     assert all("Of 20 rows" in line for line in claims.summary(results))
@@ -170,6 +174,91 @@ def test_an_inconclusive_speed_is_in_no_group(metric):
     assert [line for line in lines if "fp8-k_proj" in line] == [
         "prefill: inconclusive, not counted above: fp8-k_proj."
     ]
+
+
+# The opening
+
+
+def test_a_page_opens_with_what_may_ship_and_what_the_others_miss():
+    """Rows that may, by name; of the others how many miss which limit, and the nearest."""
+    assert claims.opening(stored_results()) == [
+        "May ship, every figure within its ship limit: fp32, fp16.",
+        "May not ship: 20 rows. Outside its limit: KL in 20, top-1 in 14. "
+        "Nearest: fp8-v_proj, 3.2 x fp16's KL.",
+    ]
+
+
+def test_a_row_that_misses_another_limit_alone_is_not_the_nearest():
+    """Its KL may be within the limit: no distance to close."""
+    reason = (
+        "studied: outside the ship limits: prefill: top1_drop_frac 0.05 (0.04 to 0.06, each bound "
+        "at 95 %), expected at most 0.02"
+    )
+    results = with_cell(stored_results(), "fp8-v_proj", "both", "ship", reason=reason)
+    assert "Nearest: fp8-out_proj, 3.3 x" in claims.opening(results)[1]
+    assert "nearest is fp8-out_proj: 3.3 x" in claims.revisit(results)[0]
+
+
+def test_nothing_opens_a_page_without_a_decision():
+    """A checkpoint whose rows nobody decided on."""
+    assert claims.opening(measured_only(stored_results(), set())) == []
+
+
+def test_rows_are_told_the_best_first():
+    """The least loss, and the fastest."""
+    *_, outside = (line for line in claims.quality_claims(stored_results()) if "outside" in line)
+    assert outside.index("fp8-v_proj (3.2 x)") < outside.index("fp8-out_proj (3.3 x)")
+    assert outside.endswith("fp8-all (37.1 x).")
+    slower = claims.speed_claims(stored_results())[-1]
+    assert slower.startswith("decode: 21 rows slower than fp16: fp8-c_fc (0.953 x), ")
+
+
+# The reason of a decision
+
+
+def test_a_reason_is_in_words_with_its_bounds():
+    """No name of a metric, points instead of fractions, and each phase once."""
+    found = {each.variant: each for each in claims.decisions(stored_results())}
+    assert found["fp8"].reason == (
+        "prefill: KL 35.58 x fp16's (33.41 to 37.75), top-1 5.21 points below fp16's (4.20 to "
+        "6.22); decode: KL 34.38 x fp16's (32.46 to 36.31), top-1 5.34 points below fp16's (4.77 "
+        "to 5.91)"
+    )
+    assert found["fp8"].figures == {"floor_ratio_x", "top1_drop_frac"}
+    assert "perplexity 0.9994 x the reference's (0.9986 to 1.0000)" in found["fp32"].reason
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["", "made up", "prefill: new_x 1 (0.5 to 2, each bound at 95 %), expected at most 3; so"],
+)
+def test_a_reason_of_another_form_is_told_as_it_is(reason):
+    """A limit that has no words yet, or a text that was never a figure."""
+    assert in_words(reason) == reason
+
+
+def test_what_follows_the_figures_of_a_reason_is_kept():
+    """That a studied row is now within the limits."""
+    figure = (
+        "decode: perplexity_ratio 1.001 (1 to 1.002, each bound at 95 %), expected at most 1.01"
+    )
+    assert in_words(f"{figure}; now within the limits: revisit the decision") == (
+        "decode: perplexity 1.0010 x the reference's (1.0000 to 1.0020); now within the limits: "
+        "revisit the decision"
+    )
+
+
+def test_ship_limits_are_in_the_words_of_the_reasons():
+    """With the unit of the figures that they bound; one without words by its name."""
+    limits = {
+        "floor_ratio_x": {"direction": "at most", "value": 2.0},
+        "top1_drop_frac": {"direction": "at most", "value": 0.02},
+        "new_x": {"direction": "at least", "value": 0.5},
+    }
+    assert ship_limits({"ship_limits": limits}) == (
+        "KL at most 2 x fp16's, top-1 at most 2 points below fp16's, new_x at least 0.5"
+    )
+    assert ship_limits({}) == ""
 
 
 # The summary
@@ -195,8 +284,31 @@ def test_nothing_is_said_of_both_where_nothing_was_timed():
 
     assert claims.summary(results) == []
     assert claims.speed_claims(results) == []
-    (why,) = (why for what, why, _ in claims.not_measured(results) if what == "speed")
-    assert why == "target cpu timed no engine in this run"
+    told = {what: why for what, why, _ in claims.not_measured(results)}
+    assert told["speed"] == "target cpu timed no engine in this run"
+    assert "engine excess" not in told
+
+
+def test_without_an_engine_its_excess_is_not_measured():
+    """The losses of such a run are those of networks, and it says so."""
+    results = stored_results()
+    for row in results["values"].values():
+        for name in [name for name in row if "/excess/" in name]:
+            del row[name]
+    results["target"] = "cpu/tensorrt_rtx-1.6.1.120"
+
+    told = {what: why for what, why, _ in claims.not_measured(results)}
+    assert told["engine excess"] == (
+        "target cpu ran no engine in this run: losses are those of networks"
+    )
+
+
+def test_a_row_that_the_checkpoint_is_too_shallow_for_says_so():
+    """To select it would not help."""
+    told = {what: (why, when) for what, why, when in claims.not_measured(stored_results())}
+    why, when = told["fp8-edges3-fp16"]
+    assert why == "all 6 layers of this checkpoint are at an end, which the row leaves in fp16"
+    assert when == "a deeper checkpoint is at hand"
 
 
 def test_the_nearest_row_outside_is_named_with_its_distance():
