@@ -54,6 +54,7 @@ verdicts        value, limit, baseline -> Cell
 engine_verdicts time ratio, engine excess -> Cell
 scale_verdicts  calibrated ranges, stored ranges -> Cell
 results         Cells, values -> results.json
+decisions       results.json -> what may ship, and why, in words
 claims          results.json -> what may be said of each row
 report          Cells, values -> the tables
 plots           results.json -> SVG

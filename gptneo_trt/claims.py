@@ -41,12 +41,16 @@ OTHER_SHAPES = (
 
 def opening(results: Results) -> list[str]:
     """Return which rows may ship and which not, and why: what a reader came for."""
-    rows = _by_outcome(results)
-    within, outside, undecided = (rows.get(outcome, []) for outcome in OUTCOMES.values())
+    found = _by_outcome(results)
+    within, outside, undecided = (found.get(outcome, []) for outcome in OUTCOMES.values())
     claims = []
-    if within:
-        names = ", ".join(each.variant for each in within)
-        claims.append(f"May ship, every figure within its ship limit: {names}.")
+    red = {cell["variant"] for cell in results["cells"] if cell["verdict"] != "passed"}
+    for told, of_red in (
+        ("May ship, every figure within its ship limit", False),
+        ("Within its ship limits, but not all of its cells passed", True),
+    ):
+        rows = [each.variant for each in within if (each.variant in red) == of_red]
+        claims += [f"{told}: {', '.join(rows)}."] if rows else []
     if outside:
         claims.append(f"May not ship: {_count(outside)}.{_why_not(results, outside)}")
     if undecided:
@@ -126,7 +130,7 @@ def _negative_results(results: Results) -> Iterator[str]:
         losses = [_kl(results, name) for name in (variant, base)]
         if None not in losses:
             yield (
-                f"{variant} has a KL of {losses[0]:.3g} nats a token, {base} {losses[1]:.3g} "
+                f"{variant} has a KL of {losses[0]:#.3g} nats a token, {base} {losses[1]:#.3g} "
                 f"(prefill). That is a figure for the factor {factor:g}; other scales were not "
                 "measured by these rows, and it does not say what the loss comes from."
             )

@@ -24,13 +24,13 @@ class Figure(NamedTuple):
     noun: str
     unit: str
     factor: float = 1.0  # from the stored unit to this one
-    form: str = ".2f"
+    form: str = "#.4g"
 
 
 FIGURES = {  # of the ship limits
     "floor_ratio_x": Figure("KL", f" x {FLOOR}'s"),
-    "top1_drop_frac": Figure("top-1", f" points below {FLOOR}'s", 100.0, "z.2f"),
-    "perplexity_ratio": Figure("perplexity", " x the reference's", form=".4f"),
+    "top1_drop_frac": Figure("top-1", f" points below {FLOOR}'s", 100.0, "#.3g"),
+    "perplexity_ratio": Figure("perplexity", " x the reference's"),
 }
 # As ``verdicts.judge_decision`` writes one.
 FIGURE = re.compile(
@@ -102,7 +102,7 @@ def _figure_in_words(found: re.Match[str]) -> str:
     if name not in FIGURES:
         return found[0]
     noun, unit, factor, form = FIGURES[name]
-    value, lower, upper = (format(factor * float(each), form) for each in numbers)
+    value, lower, upper = (format(factor * float(each), form).rstrip(".") for each in numbers)
     return f"{phase}: {noun} {value}{unit} ({lower} to {upper})"
 
 

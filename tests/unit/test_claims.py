@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from stored_results import measured_only, stored_results, with_cell
 
 from gptneo_trt import claims
-from gptneo_trt.decisions import in_words, ship_limits
 from gptneo_trt.variants import VARIANTS
 
 NAMES = sorted(VARIANTS, key=len, reverse=True)
@@ -188,6 +187,15 @@ def test_a_page_opens_with_what_may_ship_and_what_the_others_miss():
     ]
 
 
+def test_a_row_with_a_red_cell_is_not_said_to_be_ready():
+    """Its quality may be within the limits: what else was judged is not."""
+    results = with_cell(stored_results(), "fp32", "decode", "plan_mib", verdict="failed")
+    assert claims.opening(results)[:2] == [
+        "May ship, every figure within its ship limit: fp16.",
+        "Within its ship limits, but not all of its cells passed: fp32.",
+    ]
+
+
 def test_a_row_that_misses_another_limit_alone_is_not_the_nearest():
     """Its KL may be within the limit: no distance to close."""
     reason = (
@@ -211,54 +219,6 @@ def test_rows_are_told_the_best_first():
     assert outside.endswith("fp8-all (37.1 x).")
     slower = claims.speed_claims(stored_results())[-1]
     assert slower.startswith("decode: 21 rows slower than fp16: fp8-c_fc (0.953 x), ")
-
-
-# The reason of a decision
-
-
-def test_a_reason_is_in_words_with_its_bounds():
-    """No name of a metric, points instead of fractions, and each phase once."""
-    found = {each.variant: each for each in claims.decisions(stored_results())}
-    assert found["fp8"].reason == (
-        "prefill: KL 35.58 x fp16's (33.41 to 37.75), top-1 5.21 points below fp16's (4.20 to "
-        "6.22); decode: KL 34.38 x fp16's (32.46 to 36.31), top-1 5.34 points below fp16's (4.77 "
-        "to 5.91)"
-    )
-    assert found["fp8"].figures == {"floor_ratio_x", "top1_drop_frac"}
-    assert "perplexity 0.9994 x the reference's (0.9986 to 1.0000)" in found["fp32"].reason
-
-
-@pytest.mark.parametrize(
-    "reason",
-    ["", "made up", "prefill: new_x 1 (0.5 to 2, each bound at 95 %), expected at most 3; so"],
-)
-def test_a_reason_of_another_form_is_told_as_it_is(reason):
-    """A limit that has no words yet, or a text that was never a figure."""
-    assert in_words(reason) == reason
-
-
-def test_what_follows_the_figures_of_a_reason_is_kept():
-    """That a studied row is now within the limits."""
-    figure = (
-        "decode: perplexity_ratio 1.001 (1 to 1.002, each bound at 95 %), expected at most 1.01"
-    )
-    assert in_words(f"{figure}; now within the limits: revisit the decision") == (
-        "decode: perplexity 1.0010 x the reference's (1.0000 to 1.0020); now within the limits: "
-        "revisit the decision"
-    )
-
-
-def test_ship_limits_are_in_the_words_of_the_reasons():
-    """With the unit of the figures that they bound; one without words by its name."""
-    limits = {
-        "floor_ratio_x": {"direction": "at most", "value": 2.0},
-        "top1_drop_frac": {"direction": "at most", "value": 0.02},
-        "new_x": {"direction": "at least", "value": 0.5},
-    }
-    assert ship_limits({"ship_limits": limits}) == (
-        "KL at most 2 x fp16's, top-1 at most 2 points below fp16's, new_x at least 0.5"
-    )
-    assert ship_limits({}) == ""
 
 
 # The summary
