@@ -2,34 +2,45 @@
 
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from gptneo_trt.claims import measured_rows, speedups
+from gptneo_trt.claims import speedups
+from gptneo_trt.decisions import measured_rows
 from gptneo_trt.report import PHASES
 from gptneo_trt.token_profiles import KL_EDGES_NATS, POSITION_BIN
 from gptneo_trt.variant import PROJECTIONS
-from gptneo_trt.variants import FLOOR
+from gptneo_trt.variants import FLOOR, VARIANTS
 
 Results = Mapping[str, Any]  # content of results.json
 INK = "#010203"  # becomes the page's own text colour, light or dark
 # Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-SHOWN = (FLOOR, "fp8", "fp8-c_fc", "fp8-attention", "fp8-all", "fp8-v_proj")  # rows of line plots
+MARKERS = ("o", "s", "^", "D", "v", "P")
+MAY_SHIP = COLOURS[2]
+WIDTH = 4.6  # inches: little, so that text can be read on a telephone
+SMALL = 8  # points
+# Rows of line plots, the floor in ink; rows that a run described itself follow.
+SHOWN = (FLOOR, "fp8", "fp8-c_fc", "fp8-attention", "fp8-v_proj", "int8", "nvfp4")
+LINES = ((INK, "-"), *zip(COLOURS, ("-", "--", "-.", "-", "--", ":"), strict=True))
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "gptneo_trt",  # the same file from the same figures
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "legend.fontsize": SMALL,
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "text.color": INK,
@@ -72,13 +83,39 @@ def plots(results: Results) -> list[Plot]:
 def _drawn(
     name: str, title: str, caption: str, draw: Callable[[Axes], None], height: float
 ) -> Plot:
-    """Return a plot of one pair of axes, 7 inches wide."""
-    figure = Figure(figsize=(7, height), layout="constrained")
+    """Return a plot of one pair of axes."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.add_subplot())
     file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    # The same file from the same figures, and no id of another plot of the page.
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
-    return Plot(name, title, caption, svg[svg.index("<svg") :].replace(INK, "currentColor"))
+    svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg[svg.index("<svg") :])
+    return Plot(name, title, caption, svg.replace(INK, "currentColor"))
+
+
+def _legend_above(axes: Axes) -> None:
+    """Put the legend where no line can run through it."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
+
+
+def _plain_log(axis: Axis) -> None:
+    """Write 1, 2, 5, 10 on a logarithmic axis, not powers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _draw_limit(axes: Axes, results: Results) -> None:
+    """Draw what KL over the floor's may ship, where the run stored it."""
+    limit = results.get("ship_limits", {}).get("floor_ratio_x")
+    if not limit:
+        return
+    axes.set_ylim(axes.get_ylim())  # as it is now: the band reaches to the end of the axis
+    axes.axhspan(axes.get_ylim()[0], limit["value"], color=MAY_SHIP, alpha=0.15, lw=0, zorder=0)
+    told = f"may ship: {limit['direction']} {limit['value']:g}"
+    axes.axhline(limit["value"], color=MAY_SHIP, linewidth=1.2, zorder=0.5, label=told)
 
 
 def _floor_ratios(results: Results, phase: str) -> dict[str, float]:
@@ -90,33 +127,64 @@ def _floor_ratios(results: Results, phase: str) -> dict[str, float]:
     return {row: ratio for row, ratio in ratios.items() if math.isfinite(ratio)}
 
 
+def _format_of(results: Results, row: str) -> str:
+    """Return the format that a row quantizes to, or in which it computes without one."""
+    settings = results.get("rows", {}).get(row, {}).get("settings", {})
+    name = settings.get("quantized_format" if settings.get("quantized") else "compute_type", "row")
+    return str(name) + ("" if settings.get("quantized_activations", True) else ", weights alone")
+
+
 def _quality_against_speed(results: Results, phase: str) -> Plot | None:
-    timed, ratios = speedups(results, phase), _floor_ratios(results, phase)
-    rows = [row for row in timed if row in ratios]
-    limit = results.get("ship_limits", {}).get("floor_ratio_x")
-    if not rows:
+    ratios = _floor_ratios(results, phase)
+    places = {
+        row: (timed, ratios[row])
+        for row, (timed, _, _) in speedups(results, phase).items()
+        if row in ratios
+    }
+    if not places:
         return None
 
     def draw(axes: Axes) -> None:
-        x, y = [timed[row][0] for row in rows], [ratios[row] for row in rows]
-        axes.scatter([1.0], [1.0], color=INK, marker="s", zorder=3)
-        axes.annotate(FLOOR, (1.0, 1.0), xytext=(4, 4), textcoords="offset points")
-        axes.scatter(x, y, color=COLOURS[0], zorder=3)
-        for row in _front({row: (timed[row][0], ratios[row]) for row in rows}):
-            place = timed[row][0], ratios[row]
-            axes.annotate(row, place, xytext=(5, 3), textcoords="offset points", fontsize=8)
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for row, place in places.items():
+            groups.setdefault(_format_of(results, row), []).append(place)
+        axes.scatter([1.0], [1.0], 36, color=INK, marker="*", zorder=3)
+        for index, (group, members) in enumerate(groups.items()):
+            style: Any = {"color": COLOURS[index % 6], "marker": MARKERS[index % 6], "label": group}
+            x, y = zip(*members, strict=True)
+            axes.scatter(x, y, 22, zorder=3, **style)
         axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-        if limit:
-            axes.axhspan(axes.get_ylim()[0], limit["value"], color=COLOURS[2], alpha=0.15)
-            axes.axhline(limit["value"], color=COLOURS[2], linewidth=1.2)
-        axes.set(yscale="log", xlabel=f"{phase}: {FLOOR}'s time / own", ylabel=f"KL / {FLOOR}'s")
+        axes.set(yscale="log", ylabel=f"KL to bf16 / {FLOOR}'s")
+        axes.set(xlabel=f"speed-up in {phase}: {FLOOR}'s time / own")
+        axes.margins(x=0.14, y=0.1)
+        _draw_limit(axes, results)
+        _plain_log(axes.yaxis)
+        _legend_above(axes)
+        _label(axes, {row: places[row] for row in _front(places)} | {FLOOR: (1.0, 1.0)})
 
     caption = (
         f"To the right of the dotted line a row is faster than {FLOOR} in {phase}; in the shaded "
-        "band its KL to the bf16 reference may ship. Named are the rows that no other row beats in "
-        "both; the table has all figures."
+        "band its KL may ship (top-1 and perplexity have limits of their own). Named are the rows "
+        "that no other row beats in both; the tables have all figures."
     )
-    return _drawn(f"speed-{phase}", f"Quality against speed, {phase}", caption, draw, 4.2)
+    return _drawn(f"speed-{phase}", f"Quality against speed, {phase}", caption, draw, 3.8)
+
+
+def _label(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
+    """Write the names beside their points, from the lowest up, none on top of another."""
+    figure = cast(Figure, axes.figure)
+    figure.draw_without_rendering()  # now it is known how large the axes are
+    taken: list[tuple[float, float, float]] = []  # left, right and middle, in points
+    for row, place in sorted(places.items(), key=lambda each: each[1][1]):
+        left, point = axes.transData.transform(place) * 72 / figure.dpi
+        right, height = left + 0.65 * SMALL * len(row), point
+        for other_left, other_right, other in taken:
+            if left < other_right and other_left < right and abs(height - other) < SMALL + 1:
+                height = other + SMALL + 1
+        taken.append((left, right, height))
+        axes.annotate(
+            row, place, (6, height - point), textcoords="offset points", va="center", size=SMALL
+        )
 
 
 def _front(rows: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -142,21 +210,26 @@ def _loss_of_kinds(results: Results) -> Plot | None:
             heights = [ratios[phase][f"fp8-{kind}"] for kind in kinds]
             places = [place + 0.38 * index - 0.19 for place in range(len(kinds))]
             bars = axes.bar(places, heights, 0.36, color=COLOURS[index], label=phase)
-            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
+            axes.bar_label(bars, fmt="%.1f", fontsize=SMALL - 1, padding=1)
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        _draw_limit(axes, results)
         axes.set_xticks(range(len(kinds)), kinds)
-        axes.set(ylabel=f"KL / {FLOOR}'s")
-        axes.legend()
+        axes.set(ylabel=f"KL to bf16 / {FLOOR}'s")
+        _legend_above(axes)
 
     caption = f"Each kind alone in FP8, in all layers; the dotted line is the {FLOOR} row."
-    return _drawn("kinds", "Loss of each projection kind", caption, draw, 3.2)
+    return _drawn("kinds", "Loss of each projection kind", caption, draw, 3.0)
 
 
 def _profiles(results: Results, name: str) -> dict[str, Sequence[float]]:
     """Return row -> a profile in prefill, of the rows that line plots show."""
     profiles = results.get("token_profiles", {})
-    found = {row: profiles.get(row, {}).get("prefill", {}).get(name) for row in SHOWN}
-    return {row: profile for row, profile in found.items() if profile}
+    described = [row for row in measured_rows(results) if row not in VARIANTS]
+    found = {
+        row: profiles.get(row, {}).get("prefill", {}).get(name) for row in (*SHOWN, *described)
+    }
+    shown = [(row, profile) for row, profile in found.items() if profile]
+    return dict(shown[: len(LINES)])
 
 
 def _kl_over_position(results: Results) -> Plot | None:
@@ -165,16 +238,22 @@ def _kl_over_position(results: Results) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        for colour, (row, means) in zip(COLOURS, rows.items(), strict=False):
+        for (colour, line), (row, means) in zip(LINES, rows.items(), strict=False):
             middles = [POSITION_BIN * (index + 0.5) for index in range(len(means))]
-            axes.plot(middles, means, color=colour, marker=".", label=row)
+            axes.plot(middles, means, line, color=colour, marker=".", label=row)
         axes.set(yscale="log", xlabel="position of the token", ylabel="mean KL, nats a token")
-        axes.legend(ncols=3, fontsize=8)
+        _plain_log(axes.yaxis)
+        _legend_above(axes)
 
     caption = (
-        f"Prose, prefill, to the bf16 reference; means over {POSITION_BIN} positions of all texts."
+        f"Prose, prefill, to the bf16 reference; means over {POSITION_BIN} positions of all "
+        f"texts{_others(results)}."
     )
     return _drawn("position", "KL over token position", caption, draw, 3.4)
+
+
+def _others(results: Results) -> str:
+    return ". The other rows are in results.json" if len(results["values"]) > len(LINES) else ""
 
 
 def _kl_distribution(results: Results) -> Plot | None:
@@ -183,13 +262,24 @@ def _kl_distribution(results: Results) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        for colour, (row, counts) in zip(COLOURS, rows.items(), strict=False):
-            axes.stairs(counts, KL_EDGES_NATS, color=colour, label=row, linewidth=1.3)
+        for (colour, line), (row, counts) in zip(LINES, rows.items(), strict=False):
+            axes.stairs(counts, KL_EDGES_NATS, color=colour, ls=line, label=row, linewidth=1.3)
         axes.set(xscale="log", xlabel="KL of a token, nats", ylabel="tokens")
-        axes.legend(fontsize=8)
+        axes.set_xlim(_ends(rows))
+        _legend_above(axes)
 
-    caption = "Prose, prefill, to the bf16 reference; four bins a decade, the ends hold the rest."
+    caption = (
+        "Prose, prefill, to the bf16 reference; four bins a decade, the first and the last hold "
+        f"what is beyond{_others(results)}."
+    )
     return _drawn("distribution", "Distribution of the KL over tokens", caption, draw, 3.2)
+
+
+def _ends(rows: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    """Return the edges, nats, between which rows have tokens."""
+    used = np.flatnonzero(np.sum(list(rows.values()), axis=0))
+    first, last = (used[0], used[-1]) if used.size else (0, -2)
+    return KL_EDGES_NATS[first], KL_EDGES_NATS[last + 1]
 
 
 def _plan_sizes(results: Results) -> Plot | None:
@@ -203,12 +293,15 @@ def _plan_sizes(results: Results) -> Plot | None:
 
     def draw(axes: Axes) -> None:
         for index, phase in enumerate(PHASES):
-            places = [place + 0.38 * index - 0.19 for place in range(len(sizes))]
             widths = [pair[index] for pair in sizes.values()]
-            axes.barh(places, widths, 0.36, color=COLOURS[index], label=phase)
-        axes.set_yticks(range(len(sizes)), list(sizes))
-        axes.invert_yaxis()
+            style: Any = {"color": COLOURS[index], "marker": MARKERS[index], "label": phase}
+            axes.scatter(widths, range(len(sizes)), 18, zorder=3, **style)
+        axes.set_yticks(range(len(sizes)), list(sizes), fontsize=SMALL)
+        axes.set_ylim(len(sizes) - 0.5, -0.5)
+        axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
+        axes.tick_params(axis="y", length=0)
         axes.set(xlabel="plan, MiB")
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+        _legend_above(axes)
 
-    return _drawn("plans", "Plan size", "Serialized engines.", draw, 0.8 + 0.26 * len(sizes))
+    caption = "Serialized engines, weights and kernels; the axis does not begin at 0."
+    return _drawn("plans", "Plan size", caption, draw, 0.9 + 0.165 * len(sizes))
