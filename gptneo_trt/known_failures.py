@@ -47,7 +47,6 @@ class KnownFailure:
         confirmed: date and target on which it was last seen, or PUBLISHED.
         summary: one line for people.
         variants: names of the only rows that it hits; empty: any.
-        model: name of the only checkpoint that it hits; "": any.
 
     Raises:
         BuildError: an unknown flavour, projection, row, phase or stage, a specifier or an
@@ -67,7 +66,6 @@ class KnownFailure:
     confirmed: str
     summary: str
     variants: tuple[str, ...] = ()
-    model: str = ""
 
     def __post_init__(self) -> None:
         wrong = []
@@ -123,9 +121,9 @@ class KnownFailure:
         """Return whether an error's text is the one that is known."""
         return re.search(self.message, text) is not None
 
-    def hits(self, variant: Variant, phase: str, stage: str, model: str = "") -> bool:
-        """Return whether the row is about this variant, phase, stage and model."""
-        if self.model not in ("", model) or (self.variants and variant.name not in self.variants):
+    def hits(self, variant: Variant, phase: str, stage: str) -> bool:
+        """Return whether the row is about this variant, phase and stage."""
+        if self.variants and variant.name not in self.variants:
             return False
         in_fp8 = variant.is_calibrated and variant.quantized_format == "fp8"
         multiplied = set(variant.quantized) if in_fp8 else set()
@@ -218,7 +216,6 @@ _ROWS = (
         confirmed="2026-12-02, h200/tensorrt_rtx-1.6.1.120",
         summary="INT8 weights of all kinds load, but no kernel is found for one of the products",
         variants=("int8-weights",),
-        model="bundled",
     ),
 )
 KNOWN_FAILURES = {row.id: row for row in _ROWS}
@@ -246,7 +243,6 @@ def known_failure(
     variant: Variant,
     phase: str,
     stage: str,
-    model: str = "",
 ) -> KnownFailure | None:
     """Return the row that a case is expected to fail with, or None: it is expected to work.
 
@@ -257,10 +253,9 @@ def known_failure(
         variant: the row of VARIANTS.
         phase: "prefill" or "decode".
         stage: a key of STAGE_ERRORS.
-        model: name of the checkpoint.
 
     Raises:
         BuildError: a version or a compute capability that cannot be read.
     """
     rows = failures_of_target(flavour, version, compute_capability)
-    return next((row for row in rows if row.hits(variant, phase, stage, model)), None)
+    return next((row for row in rows if row.hits(variant, phase, stage)), None)

@@ -143,7 +143,7 @@ def known_failure_of(
 ) -> KnownFailure | None:
     """Return the row of KNOWN_FAILURES that a row of this run is expected to fail with."""
     backend, row = backend_of(config), variant_named(variant)
-    case = row, phase, stage, model_of(config)
+    case = row, phase, stage
     if backend is None or not _any_concerns(backend, lambda known: known.hits(*case)):
         return None
     return known_failure(backend.flavour, backend.version, _compute_capability(config), *case)
