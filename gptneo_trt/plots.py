@@ -29,6 +29,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 MAY_SHIP = COLOURS[2]
 WIDTH = 4.6  # inches: little, so that text can be read on a telephone
 SMALL = 8  # points
+LEGEND_CHARACTERS = 48  # of all columns of a legend
+LONGEST = 40  # characters of a name
+DESCRIBED = {":quantized=": ":", ":float_edge_layers=": " edges="}  # of a row -> in a plot
 # Rows of line plots, the floor in ink; rows that a run described itself follow.
 SHOWN = (FLOOR, "fp8", "fp8-c_fc", "fp8-attention", "fp8-v_proj", "int8", "nvfp4")
 LINES = ((INK, "-"), *zip(COLOURS, ("-", "--", "-.", "-", "--", ":"), strict=True))
@@ -96,8 +99,20 @@ def _drawn(
 
 
 def _legend_above(axes: Axes) -> None:
-    """Put the legend where no line can run through it."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
+    """Put the legend where no line can run through it, and make room for all of its lines."""
+    labels = axes.get_legend_handles_labels()[1]
+    columns = max(1, min(3, LEGEND_CHARACTERS // max(map(len, labels), default=1)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0)
+    figure = cast(Figure, axes.figure)
+    lines = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + (lines - 1) * 1.5 * SMALL / 72)
+
+
+def _short(row: str) -> str:
+    """Return a row's name as plots have room for it: what is described without its fields."""
+    for field, told in DESCRIBED.items():
+        row = row.replace(field, told)
+    return row if len(row) <= LONGEST else f"{row[: LONGEST - 3]}..."
 
 
 def _plain_log(axis: Axis) -> None:
@@ -174,16 +189,26 @@ def _label(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
     """Write the names beside their points, from the lowest up, none on top of another."""
     figure = cast(Figure, axes.figure)
     figure.draw_without_rendering()  # now it is known how large the axes are
+    end = axes.bbox.x1 * 72 / figure.dpi
     taken: list[tuple[float, float, float]] = []  # left, right and middle, in points
     for row, place in sorted(places.items(), key=lambda each: each[1][1]):
         left, point = axes.transData.transform(place) * 72 / figure.dpi
-        right, height = left + 0.65 * SMALL * len(row), point
+        width, height, side = 0.65 * SMALL * len(_short(row)), point, 1
+        if left + width > end:  # no room on the right
+            left, side = left - width, -1
         for other_left, other_right, other in taken:
-            if left < other_right and other_left < right and abs(height - other) < SMALL + 1:
+            beside = left < other_right and other_left < left + width
+            if beside and abs(height - other) < SMALL + 1:
                 height = other + SMALL + 1
-        taken.append((left, right, height))
+        taken.append((left, left + width, height))
         axes.annotate(
-            row, place, (6, height - point), textcoords="offset points", va="center", size=SMALL
+            _short(row),
+            place,
+            (6 * side, height - point),
+            textcoords="offset points",
+            va="center",
+            ha="left" if side > 0 else "right",
+            size=SMALL,
         )
 
 
@@ -240,7 +265,7 @@ def _kl_over_position(results: Results) -> Plot | None:
     def draw(axes: Axes) -> None:
         for (colour, line), (row, means) in zip(LINES, rows.items(), strict=False):
             middles = [POSITION_BIN * (index + 0.5) for index in range(len(means))]
-            axes.plot(middles, means, line, color=colour, marker=".", label=row)
+            axes.plot(middles, means, line, color=colour, marker=".", label=_short(row))
         axes.set(yscale="log", xlabel="position of the token", ylabel="mean KL, nats a token")
         _plain_log(axes.yaxis)
         _legend_above(axes)
@@ -263,7 +288,9 @@ def _kl_distribution(results: Results) -> Plot | None:
 
     def draw(axes: Axes) -> None:
         for (colour, line), (row, counts) in zip(LINES, rows.items(), strict=False):
-            axes.stairs(counts, KL_EDGES_NATS, color=colour, ls=line, label=row, linewidth=1.3)
+            axes.stairs(
+                counts, KL_EDGES_NATS, color=colour, ls=line, label=_short(row), linewidth=1.3
+            )
         axes.set(xscale="log", xlabel="KL of a token, nats", ylabel="tokens")
         axes.set_xlim(_ends(rows))
         _legend_above(axes)
@@ -296,7 +323,7 @@ def _plan_sizes(results: Results) -> Plot | None:
             widths = [pair[index] for pair in sizes.values()]
             style: Any = {"color": COLOURS[index], "marker": MARKERS[index], "label": phase}
             axes.scatter(widths, range(len(sizes)), 18, zorder=3, **style)
-        axes.set_yticks(range(len(sizes)), list(sizes), fontsize=SMALL)
+        axes.set_yticks(range(len(sizes)), [_short(row) for row in sizes], fontsize=SMALL)
         axes.set_ylim(len(sizes) - 0.5, -0.5)
         axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
         axes.tick_params(axis="y", length=0)

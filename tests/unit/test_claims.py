@@ -8,10 +8,10 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_results import measured_only, stored_results, with_cell
 
 from gptneo_trt import claims
 from gptneo_trt.variants import VARIANTS
+from tests.unit.stored_results import measured_only, stored_results, with_cell
 
 NAMES = sorted(VARIANTS, key=len, reverse=True)
 NAME = re.compile("|".join(rf"(?<![\w.-]){re.escape(name)}(?![\w.-]*\w)" for name in NAMES))

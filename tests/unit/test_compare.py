@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_results import measured_only, stored_results, with_cell
 
 from gptneo_trt import compare
 from gptneo_trt.errors import MetricError
+from tests.unit.stored_results import measured_only, stored_results, with_cell
 
 ROWS = {"fp16", "fp8"}
 KL = ("fp8", "prefill", "kl_mean_nats")

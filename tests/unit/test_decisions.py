@@ -1,12 +1,12 @@
 """Why a row may ship or not, in words: what verdicts.judge_decision wrote, without its names."""
 
 import pytest
-from stored_results import measured_only, stored_results
 
 from gptneo_trt.data import Interval
 from gptneo_trt.decisions import FIGURES, decisions, in_words, ship_limits
 from gptneo_trt.verdicts import judge_decision
 from tests.gate import limits
+from tests.unit.stored_results import measured_only, stored_results
 
 
 def test_every_ship_limit_has_words():

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from stored_results import measured_only, stored_results
+
+from tests.unit.stored_results import measured_only, stored_results
 
 pytest.importorskip("matplotlib")
 
@@ -111,7 +112,7 @@ def test_described_rows_are_among_the_lines():
     results["cells"].append(cell | {"variant": "fp8:quantized=c_fc"})
     for name in ("position", "distribution"):
         found = texts(plot_named(results, name))
-        assert {"fp16", "fp8:quantized=c_fc"} <= set(found)
+        assert {"fp16", "fp8:c_fc"} <= set(found)
         assert "fp8-q_proj" not in found
         assert "other rows are in results.json" in plot_named(results, name).caption
 
@@ -138,3 +139,48 @@ def test_every_row_has_a_line_of_its_own_in_the_plan_sizes():
     assert set(rows) <= set(texts(plot))
     height = float(re.search(r'height="([\d.]+)pt"', plot.svg)[1])
     assert height / len(rows) > plots.SMALL + 2
+
+
+LONG = [
+    f"int8-smoothquant:quantized={kinds}:float_edge_layers=1"
+    for kinds in ("q_proj", "k_proj+v_proj", "q_proj+k_proj+v_proj+out_proj+c_fc+c_proj+lm_head")
+]
+
+
+def described(names):
+    """Return a run whose only rows beside fp16 have these names."""
+    run = with_profiles("fp16", *names)
+    for row in [name for name in run["values"] if name != "fp16"]:
+        run["values"].pop(row)
+    run["cells"] = [cell for cell in run["cells"] if cell["variant"] == "fp16"]
+    like = stored_results()
+    for place, name in enumerate(names):
+        run["values"][name] = like["values"]["fp8-c_fc"] | {"prefill/speedup_x": 0.9 + place / 10}
+        run["cells"] += [
+            cell | {"variant": name} for cell in like["cells"] if cell["variant"] == "fp8-c_fc"
+        ]
+    return run
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_leave_room_for_the_axes():
+    """All plots are drawn, and a name has at most so many characters in any of them."""
+    drawn = plots.plots(described(LONG))
+    assert [plot.name for plot in drawn] == [
+        "speed-prefill", "speed-decode", "position", "distribution", "plans",
+    ]  # fmt: skip
+    for plot in drawn[2:]:
+        written = [text for text in texts(plot) if text.startswith("int8-smoothquant:")]
+        assert len(set(written)) == len(LONG)
+        assert max(map(len, written)) == plots.LONGEST
+        assert "int8-smoothquant:q_proj edges=1" in written
+
+
+def test_a_name_without_room_on_the_right_stands_on_the_left():
+    """It ends before its point, inside the plot."""
+    right = "a row whose name is as long as this"
+    labels = drawn_labels({"left": (0.5, 1.0), right: (1.5, 2.0)})
+    figure_width = plots.WIDTH * 100
+    assert labels[right][1] < figure_width
+    assert labels[right][1] - labels[right][0] > 100
+    assert labels["left"][0] < labels[right][0] + 100

@@ -8,9 +8,9 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
-from stored_results import measured_only, stored_results
 
 from gptneo_trt import render
+from tests.unit.stored_results import measured_only, stored_results
 
 pytest.importorskip("matplotlib")
 
