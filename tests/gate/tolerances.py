@@ -118,7 +118,11 @@ ACTIVATION_AMAX_FRAC = Tolerance(
 EXCESS_OF_RECIPE_LOSS = Tolerance(
     0.10, "a trial on another checkpoint saw engines within 7 % of the recipe's loss"
 )
-EXCESS_NATS = Tolerance(1e-6, "never less: a third of fp16's own loss to float32")
+EXCESS_NATS = Tolerance(
+    1e-5,
+    "never less: fp16's own engine is 7e-6 nats from its network (measured), and a row of a few "
+    "quantized products is fp16 but for these (measured: 5.5e-6 of a recipe that loses 4.5e-5)",
+)
 # Rows that round nothing to FP8 are held against the interpreter token by token.
 DIRECT_KL_NATS = Tolerance(
     5e-5, "such rows differ by the order of summation alone (measured 7e-6 nats)"
