@@ -50,7 +50,7 @@ def checkpoint_from_source(source: str) -> Checkpoint:
     if source == "bundled":
         return _checkpoint_from_folder(BUNDLED_FOLDER, source, "")
     if source.startswith("random:"):
-        return _random_from_name(source)
+        return random_checkpoint(random_architecture(source), RANDOM_SEED, name=source)
     folder = Path(source).expanduser()
     if source and folder.is_dir():
         return _checkpoint_from_folder(folder, source, "")
@@ -99,8 +99,8 @@ def _checkpoint_from_folder(folder: Path, name: str, revision: str) -> Checkpoin
     )
 
 
-def _random_from_name(source: str) -> Checkpoint:
-    """Return a seeded checkpoint of a real shape.
+def random_architecture(source: str) -> Architecture:
+    """Return the real shape that ``random:NAME`` says, of RANDOM_SHAPES.
 
     Raises:
         CheckpointError: no such shape.
@@ -110,7 +110,7 @@ def _random_from_name(source: str) -> Checkpoint:
         expected = ", ".join(f"random:{name}" for name in RANDOM_SHAPES)
         raise CheckpointError(f"checkpoint {source!r}: expected one of {expected}")
     num_layers, hidden_size, num_heads = RANDOM_SHAPES[shape]
-    architecture = Architecture(
+    return Architecture(
         vocab_size=50257,
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -119,7 +119,6 @@ def _random_from_name(source: str) -> Checkpoint:
         window_size=256,
         attention_layers=("global", "local") * (num_layers // 2),
     )
-    return random_checkpoint(architecture, RANDOM_SEED, name=source)
 
 
 def random_checkpoint(

@@ -12,9 +12,10 @@ import pytest
 from tiny import T0, tiny_checkpoint
 
 from gptneo_trt import alternatives, baselines
-from gptneo_trt.checkpoint import RANDOM_SHAPES, STUDY_CHECKPOINT
-from gptneo_trt.data import Architecture, Checkpoint
+from gptneo_trt.checkpoint import RANDOM_SHAPES, STUDY_CHECKPOINT, random_architecture
+from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import BaselineError
+from gptneo_trt.known_failures import known_failure
 from gptneo_trt.network import PHASES
 from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import FLOOR, VARIANTS
@@ -49,15 +50,7 @@ EVERY_ROW = [
 # Every constant that is a number.
 NUMBERS = sorted(name for name, value in vars(limits).items() if isinstance(value, float))
 CPU, H200 = TARGETS["cpu"], TARGETS["h200"]
-GPT_NEO_125M = Architecture(
-    vocab_size=50257,
-    hidden_size=768,
-    num_heads=12,
-    intermediate_size=3072,
-    max_positions=2048,
-    window_size=256,
-    attention_layers=("global", "local") * 6,
-)
+GPT_NEO_125M = random_architecture("random:gpt-neo-125m")
 
 
 @pytest.fixture(scope="module")
@@ -447,12 +440,32 @@ def test_ship_limits_can_be_met(name):
     assert of_fp16[name] < limits.SHIP_LIMITS[name].value < math.inf
 
 
+def has_losses(folder, row):
+    """Return whether a stored row was run in both phases."""
+    values = baselines.read(folder, row).values
+    return all(f"{phase}/prose/bf16/kl_mean_nats" in values for phase in PHASES)
+
+
+STORED_ROWS = [(folder, row) for folder in MEASURED for row in sorted(baselines.names(folder))]
+
+
+def test_stored_rows_without_a_loss_are_known_not_to_run():
+    """On the H200 TensorRT-RTX has no kernel for one; every other row has its losses."""
+    found = {(path.parts[-3], row) for path, row in STORED_ROWS if not has_losses(path, row)}
+    known = known_failure(
+        "tensorrt_rtx", "1.6.1.120", "9.0", VARIANTS["int8-weights"], "prefill", "run"
+    )
+
+    assert found == {("h200", "int8-weights")}
+    assert known
+
+
 @pytest.mark.parametrize(
     ("folder", "row"),
     [
         pytest.param(folder, row, id=f"{'/'.join(folder.parts[-3:])}-{row}")
-        for folder in MEASURED
-        for row in sorted(baselines.names(folder))
+        for folder, row in STORED_ROWS
+        if has_losses(folder, row)
     ],
 )
 def test_decisions_hold_for_the_stored_runs_with_evidence(folder, row):
@@ -599,13 +612,17 @@ RANDOM = [path for path in ALL_FOLDERS if MODELS.get(path.name, "").startswith("
 
 @pytest.mark.parametrize("folder", RANDOM, ids=lambda path: "/".join(path.parts[-3:]))
 def test_stored_plans_of_random_rows_are_within_their_bounds(folder):
-    """Each row of the study is stored, in both phases, and a fixed pair is of a stored row."""
-    name = MODELS[folder.name]
-    checkpoint = of_shape(GPT_NEO_125M, name)
+    """Rows are those of the table, fixed pairs are of stored rows, and all plans are in bounds.
 
-    assert baselines.names(folder) == set(limits.STUDY_ROWS)
-    assert {row for model, row, _ in limits.PLAN_MIB if model == name} <= set(limits.STUDY_ROWS)
-    for row, phase in product(limits.STUDY_ROWS, PHASES):
+    At the study's shapes every row that the study built is there.
+    """
+    name = MODELS[folder.name]
+    checkpoint, stored = of_shape(random_architecture(name), name), baselines.names(folder)
+
+    assert {FLOOR} < stored <= set(limits.all_rows_of(name))
+    assert name != "random:gpt-neo-125m" or stored >= set(limits.STUDY_ROWS)
+    assert {row for model, row, _ in limits.PLAN_MIB if model == name} <= stored
+    for row, phase in product(stored, PHASES):
         smallest, largest = limits.plan_mib(checkpoint, VARIANTS[row], phase)
         stored_mib = baselines.read(folder, row).values[f"{phase}/plan_mib"]
         assert smallest <= stored_mib <= largest, (row, phase)
