@@ -24,10 +24,16 @@ Figure = Callable[[Results], str]  # a run -> what it says, NOT_MEASURED where i
 NOT_MEASURED = "not measured"
 RECIPE = "fp8"
 KL, RATIO = "prose/bf16/kl_mean_nats", "prose/bf16/floor_ratio_x"
-DIRECTION = "the direction at the study's shapes: other GPU, other TensorRT"
-AS_RATIO = "the ratio: it is to each one's own floor, on other weights and text"
-NO = "nothing: other weights, other text"
-NEW = "the study did not measure it"
+SILENT = "-"  # of random weights, which have no quality
+DIRECTION, AS_RATIO, NO, YES, NEW = "direction", "ratio", "no", "yes", "new"
+# What the last column says -> what it means.
+COMPARABLE = {
+    DIRECTION: "whether it is more or less, on another GPU, TensorRT or text",
+    AS_RATIO: "each to its own fp16, on other weights and text",
+    NO: "other weights and text, or another builder",
+    YES: "the same weights in the same types, or the same question",
+    NEW: "the study did not measure it",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Finding:
         study: its figure as published, B200 with TensorRT 11.4, B300 with 11.4, B300 with 11.1.
         bundled: reads the run on the bundled checkpoint.
         random: reads the run at the study's shapes; None where random weights say nothing.
-        comparable: what can be compared.
+        comparable: what can be compared, a key of COMPARABLE.
     """
 
     what: str
@@ -175,14 +181,14 @@ FINDINGS = (
         "313.6 -> 239.5",
         _plans,
         _plans,
-        "both figures at the study's shapes: the same weights in the same types",
+        YES,
     ),
     Finding(
-        "KL of fp16 to bf16, nats a token",
+        "KL of fp16 to bf16, nats a token, prefill / decode",
         "0.0022, 0.0023, 0.0024",
         _figures("{:.3g}", (FLOOR, "prefill", KL), (FLOOR, "decode", KL)),
         None,
-        NO + "; in both most of it is the reference's own rounding",
+        NO,
     ),
     Finding(
         "KL of the FP8 recipe",
@@ -213,24 +219,24 @@ FINDINGS = (
         "15 points",
         _top1_drop,
         None,
-        "the direction: other questions",
+        DIRECTION,
     ),
     Finding(
         "perplexity of FP8 over bf16's",
         "1.09 to 1.10",
         _figures("{:.3f}", (RECIPE, "prefill", "prose/bf16/perplexity_ratio")),
         None,
-        "the direction: other text; a small model has less to lose",
+        DIRECTION,
     ),
-    Finding("non-finite logits, K or V", "none", _non_finite, _non_finite, "yes"),
+    Finding("non-finite logits, K or V", "none", _non_finite, _non_finite, YES),
     Finding(
         "FP8 out_proj",
         "does not build on 11.4, builds on 11.1",
         _out_proj,
         _out_proj,
-        "no: TensorRT-RTX is another builder",
+        NO,
     ),
-    Finding("within the ship limits and faster", "none", _both, None, "the answer"),
+    Finding("within the ship limits and faster", "none", _both, None, YES),
     *(
         Finding(what, NOT_MEASURED, _ratio(row), None, NEW)
         for what, row in {
@@ -248,14 +254,16 @@ FINDINGS = (
 
 def table(bundled: Results, random: Results) -> Iterator[str]:
     """Yield the lines of the Markdown table."""
-    yield "| | study | here, bundled checkpoint | here, random 125m | what can be compared |"
+    yield "| | study | bundled checkpoint | random 125m | comparable |"
     yield "| --- | --- | --- | --- | --- |"
     for each in FINDINGS:
-        at_shapes = each.random(random) if each.random else "says nothing"
+        at_shapes = each.random(random) if each.random else SILENT
         yield (
             f"| {each.what} | {each.study} | {each.bundled(bundled)} | {at_shapes} | "
             f"{each.comparable} |"
         )
+    yield ""
+    yield "Comparable: " + "; ".join(f"{name}: {told}" for name, told in COMPARABLE.items()) + "."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

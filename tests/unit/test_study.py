@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gptneo_trt import study
+from gptneo_trt.results import read_results
 from gptneo_trt.study import FINDINGS, NOT_MEASURED, table
 from gptneo_trt.variants import VARIANTS
 from gptneo_trt.verdicts import WITHIN
@@ -32,12 +33,13 @@ def figure(run, what):
 
 def test_every_line_has_every_cell(run):
     """Five a line, and none of them empty."""
-    heading, rule, *lines = table(run, run)
+    heading, rule, *lines, _, legend = table(run, run)
     assert cells(rule) == ["---"] * 5
     assert len(lines) == len(FINDINGS)
     for line in lines:
         assert len(cells(line)) == len(cells(heading))
         assert all(cells(line))
+        assert f"{cells(line)[-1]}: " in legend
 
 
 def test_nothing_is_said_of_what_was_not_measured(run):
@@ -117,4 +119,15 @@ def test_every_row_that_is_asked_for_exists():
 def test_command_prints_the_table(run, capsys):
     """From two files."""
     assert study.main([str(FILE), str(FILE)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(FINDINGS) + 2
+    assert len(capsys.readouterr().out.splitlines()) == len(FINDINGS) + 4
+
+
+def test_readme_has_the_table_of_the_stored_runs():
+    """It is what the command prints of the files that it names."""
+    root = Path(__file__).parents[2]
+    files = [
+        root / "docs" / "h200" / f"{name}.results.json"
+        for name in ("bundled", "random-gpt-neo-125m")
+    ]
+    made = "\n".join(table(*map(read_results, files)))
+    assert made in (root / "README.md").read_text(encoding="utf-8")
