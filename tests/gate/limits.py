@@ -148,6 +148,9 @@ MATRIX = (
     "nvfp4-weights",
     "nvfp4",
 )
+# Of these, what differs from the recipe in the ranges of activations alone: random weights, which
+# are judged by size and speed, say nothing of them.
+OTHER_RANGES = ("fp8-scales-x0.5", "fp8-scales-x0.75", "fp8-percentile", "fp8-mse")
 # Rows that the study built, for models that have no limits of their own: size and speed.
 STUDY_ROWS = (
     "fp16",
@@ -266,7 +269,9 @@ def all_rows_of(model: str) -> tuple[str, ...]:
     name = model.partition("@")[0]
     if name in LIMITS:
         return (*LIMITS[name], *BUILD_ONLY.get(name, ()))
-    return (*STUDY_ROWS, *MATRIX) if name.startswith("random:") else tuple(VARIANTS)
+    if name.startswith("random:"):
+        return (*STUDY_ROWS, *(row for row in MATRIX if row not in OTHER_RANGES))
+    return tuple(VARIANTS)
 
 
 def limits_of(checkpoint: Checkpoint, variant: Variant, target: Target) -> Limits:

@@ -598,6 +598,19 @@ def test_random_rows_are_real_and_near_the_formula(key):
     assert formula[0] <= {"fp16": 313.6, "fp8": 239.5}[row] <= formula[1]
 
 
+def test_rows_of_random_weights_differ_in_their_plans():
+    """A row of the matrix with the recipe's network and other ranges is not among them."""
+    rows = limits.all_rows_of("random:gpt-neo-125m")
+    plain = {"name": "", "summary": "", "activation_scale_factor": 1.0, "calibration": "max"}
+    networks = [replace(VARIANTS[row], **plain) for row in rows]
+
+    assert set(limits.OTHER_RANGES) < set(limits.MATRIX)
+    assert set(rows) == {*limits.STUDY_ROWS, *limits.MATRIX} - {*limits.OTHER_RANGES}
+    # The study built scales x 1.5 too.
+    assert len(set(networks)) == len(networks) - 1
+    assert all(replace(VARIANTS[row], **plain) in networks for row in limits.OTHER_RANGES)
+
+
 def test_a_random_row_without_fixed_sizes_has_the_formula_s():
     """The table is for what was measured; every other row of random weights has bounds too."""
     random, named = (of_shape(GPT_NEO_125M, name) for name in ("random:gpt-neo-125m", "other"))
