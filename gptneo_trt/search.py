@@ -32,6 +32,7 @@ from gptneo_trt.verdicts import WITHIN
 Results = Mapping[str, Any]  # content of results.json
 BASE = "fp8"  # the row whose sets are searched
 AT_MOST = 6  # sets that are proposed a phase
+SHOWN = 8  # sets that are named of those that were not measured
 NAMING = ("name", "summary")  # fields that do not change what is built
 
 
@@ -275,9 +276,11 @@ def _answer(found: Search) -> Iterator[str]:
     unknown = [name for name in found.sets if name not in outcomes]
     if unknown and found.limit is not None:
         hoped = [name for name in unknown if found.is_hoped_for(name)]
+        told = ", ".join(hoped[:SHOWN]) or "none"
+        more = f" and {len(hoped) - SHOWN} more" if len(hoped) > SHOWN else ""
         yield (
             f"Not measured: {len(unknown)} sets. Predicted to have at most {found.limit:g} x "
-            f"{FLOOR}'s KL in both phases and to be faster in one: {', '.join(hoped) or 'none'}."
+            f"{FLOOR}'s KL in both phases and to be faster in one: {told}{more}."
         )
 
 

@@ -1,6 +1,7 @@
 """The search over sets of projections: what it predicts, proposes and says of measured sets."""
 
 import copy
+import re
 from itertools import product
 
 import pytest
@@ -202,7 +203,10 @@ def test_what_is_hoped_for_is_said_to_be_not_measured(run):
     cheap = [measured_as(run, name, "fp8-c_fc", 1.2, 1.05) for name in ALONE]
     told = "\n".join(lines(*cheap))
     assert "Predicted to have at most 2 x fp16's KL in both phases" in told
-    assert "fp8:quantized=q_proj+k_proj" in told.rpartition("Not measured:")[2]
+    unknown = told.rpartition("Not measured:")[2]
+    assert "fp8:quantized=q_proj:float_edge_layers=1" in unknown
+    assert unknown.count("fp8") == module.SHOWN
+    assert re.search(r" and \d+ more\.", unknown)
     assert search(cheap).limit == 2.0
     assert "faster in one: none." in "\n".join(lines(run))
 
