@@ -6,10 +6,12 @@ import sys
 import xml.etree.ElementTree as ET
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from gptneo_trt import render
+from gptneo_trt.results import read_results
 from tests.unit.stored_results import measured_only, stored_results
 
 pytest.importorskip("matplotlib")
@@ -267,3 +269,10 @@ def test_phases_are_in_the_order_of_the_tables(page):
     assert "<th>prefill</th><th>decode</th>" in page
     text = render.markdown(results)
     assert text.index("- prefill: timed") < text.index("- decode: timed")
+
+
+def test_the_example_is_what_is_made_of_its_results():
+    """docs/h200 keeps a run and its report; a report that today's code would not make is stale."""
+    folder = Path(render.__file__).parents[1] / "docs" / "h200"
+    made = render.markdown(read_results(folder / "bundled.results.json"))
+    assert (folder / "bundled.report.md").read_text(encoding="utf-8") == made
