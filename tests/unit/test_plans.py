@@ -499,6 +499,20 @@ def test_N06_too_little_memory_is_no_refusal(job, logging_builder, monkeypatch, 
     assert plan_worker.main(json.dumps(job)) == plan_worker.EXHAUSTED
 
 
+def test_N06_a_failure_with_no_memory_left_is_no_refusal(job, logging_builder, monkeypatch):
+    """Whatever TensorRT says of it; with memory left the same words are a refusal."""
+
+    def none_left(_):
+        raise MemoryError
+
+    logging_builder(None, "Assertion layer failed")
+    with pytest.raises(BuildError, match="build_serialized_network returned None"):
+        plan_worker.build(job)
+    monkeypatch.setattr(plan_worker, "bytearray", none_left, raising=False)
+    with pytest.raises(MemoryError, match="build_serialized_network returned None"):
+        plan_worker.build(job)
+
+
 def test_N06_a_network_without_output_carries_tensorrt_s_lines(job, monkeypatch, tmp_path):
     """TensorRT's own words for a network with no marked output; no file."""
     monkeypatch.setattr(network, "_mark_output", lambda *arguments: None)

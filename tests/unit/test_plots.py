@@ -34,13 +34,25 @@ def texts(plot):
     return re.findall(r"<text[^>]*>([^<]*)</text>", plot.svg)
 
 
-def drawn_labels(places):
-    """Return name -> (left, right, bottom, top) in pixels of what ``_label`` writes."""
+def drawn(places):
+    """Return axes with points and the names that ``_label`` writes."""
     figure = Figure(layout="constrained", figsize=(plots.WIDTH, 3.8))
     axes = figure.add_subplot()
     axes.scatter(*zip(*places.values(), strict=True))
     plots._label(axes, places)
     figure.draw_without_rendering()
+    return axes
+
+
+def drawn_points(places):
+    """Return name -> distance of its point from the left, in pixels."""
+    axes = drawn(places)
+    return {name: axes.transData.transform(place)[0] for name, place in places.items()}
+
+
+def drawn_labels(places):
+    """Return name -> (left, right, bottom, top) in pixels of what ``_label`` writes."""
+    axes = drawn(places)
     boxes = {each.get_text(): each.get_window_extent() for each in axes.texts}
     return {name: (box.x0, box.x1, box.y0, box.y1) for name, box in boxes.items()}
 
@@ -176,11 +188,21 @@ def test_long_names_leave_room_for_the_axes():
         assert "int8-smoothquant:q_proj edges=1" in written
 
 
+def test_a_legend_of_many_lines_makes_the_plot_higher():
+    """Its lines take nothing from the axes."""
+
+    def height(names):
+        svg = plot_named(described(names), "position").svg
+        return float(re.search(r'height="([\d.]+)pt"', svg)[1])
+
+    lines = len(LONG) + 1  # one a row, fp16's too; short names stand side by side in two
+    assert height(LONG) - height(["a", "b", "c"]) >= (lines - 2) * plots.SMALL
+
+
 def test_a_name_without_room_on_the_right_stands_on_the_left():
-    """It ends before its point, inside the plot."""
+    """It ends before its point; one with room begins behind it."""
     right = "a row whose name is as long as this"
-    labels = drawn_labels({"left": (0.5, 1.0), right: (1.5, 2.0)})
-    figure_width = plots.WIDTH * 100
-    assert labels[right][1] < figure_width
-    assert labels[right][1] - labels[right][0] > 100
-    assert labels["left"][0] < labels[right][0] + 100
+    places = {"left": (0.5, 1.0), right: (1.5, 2.0)}
+    labels = drawn_labels(places)
+    assert labels[right][1] < drawn_points(places)[right]
+    assert labels["left"][0] > drawn_points(places)["left"]

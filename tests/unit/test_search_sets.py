@@ -66,6 +66,14 @@ def test_a_red_run_is_red(gate, tmp_path):
     assert (tmp_path / "search.md").is_file()
 
 
+def test_a_red_run_of_what_was_proposed_is_red(gate, tmp_path):
+    """Though the rows of one kind were green before."""
+    _, ended = gate
+    ended.returncode = 1
+    arguments = ["--target", "h200", "--from", str(FILE), "--report", str(tmp_path)]
+    assert search_sets.main(arguments) == 1
+
+
 def test_a_run_without_results_is_an_error(monkeypatch, gate, tmp_path, capsys):
     """It names the file that is missing."""
     _, ended = gate
