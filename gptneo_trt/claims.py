@@ -6,7 +6,7 @@ quality and speed apart. A row without a measured cell is in ``not_measured`` an
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from gptneo_trt.decisions import (
@@ -15,6 +15,7 @@ from gptneo_trt.decisions import (
     Decision,
     cell_of,
     decisions,
+    kl_limit,
     measured_rows,
 )
 from gptneo_trt.report import PHASES
@@ -23,6 +24,7 @@ from gptneo_trt.verdicts import OUTSIDE, WITHIN
 
 Results = Mapping[str, Any]  # content of results.json
 Values = Mapping[str, float]
+FASTER, AS_FAST, SLOWER = "faster than", "as fast as", "slower than"  # fp16
 SPEED_CELLS = ("regression/speedup_x", "speedup_x")  # of a ratio that is stored, and that is not
 EXCESS = tuple(f"{phase}/excess/" for phase in PHASES)  # values of an engine next to its network
 # What a run leaves out, and what would have to change: (what, why, when to revisit).
@@ -66,7 +68,7 @@ def _why_not(results: Results, outside: Sequence[Decision]) -> str:
     why = f" Outside its limit: {', '.join(told)}." if told else ""
     nearest = _nearest(results)
     if nearest:
-        why += f" Nearest: {nearest}, {_ratio(results, nearest):.1f} x {FLOOR}'s KL."
+        why += f" Nearest: {nearest}, {floor_ratio(results, nearest):.1f} x {FLOOR}'s KL."
     return why
 
 
@@ -92,14 +94,30 @@ def quality_claims(results: Results) -> list[str]:
     return claims + list(_negative_results(results))
 
 
-def _ratio(results: Results, variant: str) -> float | None:
-    """Return the KL over the floor's in prefill, where that was judged."""
-    return results["values"].get(variant, {}).get("prefill/prose/bf16/floor_ratio_x")
+def floor_ratio(results: Results, variant: str, phase: str = "prefill") -> float | None:
+    """Return a row's KL over the floor's, where that was judged."""
+    return results["values"].get(variant, {}).get(f"{phase}/prose/bf16/floor_ratio_x")
+
+
+def unbeaten(places: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return the rows than which none has both at most the loss and at least the speed.
+
+    Args:
+        places: row -> (loss, speed).
+
+    Returns:
+        Rows from the least loss to the most speed; the first of equals.
+    """
+    found: list[str] = []
+    for row in sorted(places, key=lambda name: (places[name][0], -places[name][1])):
+        if not found or places[row][1] > places[found[-1]][1]:
+            found.append(row)
+    return found
 
 
 def _named(results: Results, rows: Iterable[str]) -> str:
     """Return the rows, the least ratio first, each with it; those without one come last."""
-    ratios = {variant: _ratio(results, variant) for variant in rows}
+    ratios = {variant: floor_ratio(results, variant) for variant in rows}
     told = [
         (math.inf, name) if ratio is None else (ratio, f"{name} ({ratio:.1f} x)")
         for name, ratio in ratios.items()
@@ -112,7 +130,8 @@ def _nearest(results: Results) -> str:
     ratios = {
         each.variant: ratio
         for each in _by_outcome(results).get(OUTCOMES[OUTSIDE], [])
-        if "floor_ratio_x" in each.figures and (ratio := _ratio(results, each.variant)) is not None
+        if "floor_ratio_x" in each.figures
+        and (ratio := floor_ratio(results, each.variant)) is not None
     }
     return min(ratios, key=lambda row: ratios[row], default="")
 
@@ -154,6 +173,17 @@ def speedups(results: Results, phase: str) -> dict[str, tuple[float, float, floa
     return found
 
 
+def speed_groups(results: Results, phase: str) -> dict[str, dict[str, float]]:
+    """Return FASTER, AS_FAST, SLOWER -> row -> ratio, the fastest first; none is inconclusive."""
+    groups: dict[str, dict[str, float]] = {FASTER: {}, AS_FAST: {}, SLOWER: {}}
+    timed = sorted(speedups(results, phase).items(), key=lambda row: -row[1][0])
+    for variant, (ratio, lower, upper) in timed:
+        if not _is_inconclusive(results, variant, phase):
+            group = FASTER if lower > 1 else SLOWER if upper < 1 else AS_FAST
+            groups[group][variant] = ratio
+    return groups
+
+
 def speed_claims(results: Results) -> list[str]:
     """Return what the run says of speed: every timed row by name, a sentence a phase and group.
 
@@ -161,30 +191,16 @@ def speed_claims(results: Results) -> list[str]:
     """
     claims = []
     for phase in PHASES:
-        groups: dict[str, list[str]] = {"faster than": [], "as fast as": [], "slower than": []}
-        timed = sorted(speedups(results, phase).items(), key=lambda row: -row[1][0])
-        for variant, (ratio, lower, upper) in timed:
-            group = "as fast as"
-            if is_inconclusive(results, variant, phase):
-                continue
-            if lower > 1:
-                group = "faster than"
-            elif upper < 1:
-                group = "slower than"
-            groups[group].append(f"{variant} ({ratio:.3f} x)")
-        claims += [
-            f"{phase}: {_count(rows)} {group} {FLOOR}: {', '.join(rows)}."
-            for group, rows in groups.items()
-            if rows
-        ]
-        unclear = [row for row in measured_rows(results) if is_inconclusive(results, row, phase)]
+        for group, rows in speed_groups(results, phase).items():
+            told = ", ".join(f"{variant} ({ratio:.3f} x)" for variant, ratio in rows.items())
+            claims += [f"{phase}: {_count(rows)} {group} {FLOOR}: {told}."] if rows else []
+        unclear = [row for row in measured_rows(results) if _is_inconclusive(results, row, phase)]
         if unclear:
             claims.append(f"{phase}: inconclusive, not counted above: {', '.join(unclear)}.")
     return claims
 
 
-def is_inconclusive(results: Results, variant: str, phase: str) -> bool:
-    """Return whether a row's time was measured and shows neither this nor that."""
+def _is_inconclusive(results: Results, variant: str, phase: str) -> bool:
     cells = (cell_of(results, variant, phase, metric) for metric in SPEED_CELLS)
     return any(cell is not None and cell["verdict"] == "inconclusive" for cell in cells)
 
@@ -193,10 +209,10 @@ def decided_and_timed(results: Results, phase: str) -> dict[str, bool]:
     """Return row -> whether it is within the ship limits and faster, where both were decided."""
     outcomes = {each.variant: each.outcome for each in decisions(results)}
     return {
-        name: outcomes[name] == OUTCOMES[WITHIN] and lower > 1
-        for name, (_, lower, _) in speedups(results, phase).items()
+        name: outcomes[name] == OUTCOMES[WITHIN] and group == FASTER
+        for group, rows in speed_groups(results, phase).items()
+        for name in rows
         if outcomes.get(name) in (OUTCOMES[WITHIN], OUTCOMES[OUTSIDE])
-        and not is_inconclusive(results, name, phase)
     }
 
 
@@ -260,11 +276,11 @@ def _settings(results: Results, variant: str) -> Mapping[str, Any]:
 def revisit(results: Results) -> list[str]:
     """Return when a decision of this run is to be looked at again, from its own figures."""
     claims, nearest = [], _nearest(results)
-    limit = results.get("ship_limits", {}).get("floor_ratio_x")
+    limit = kl_limit(results)
     if nearest and limit:
         claims.append(
             f"The row outside the limits that is nearest is {nearest}: "
-            f"{_ratio(results, nearest):.1f} x the {FLOOR} row's KL in prefill, where "
+            f"{floor_ratio(results, nearest):.1f} x the {FLOOR} row's KL in prefill, where "
             f"{limit['value']:g} x may ship. A calibration or a format that closes that distance "
             'fails the gate with "revisit the decision".'
         )
@@ -274,5 +290,5 @@ def revisit(results: Results) -> list[str]:
     return [*claims, "Another checkpoint size, GPU or TensorRT version: run the gate there."]
 
 
-def _count(rows: Sequence[object]) -> str:
+def _count(rows: Sized) -> str:
     return "1 row" if len(rows) == 1 else f"{len(rows)} rows"

@@ -106,6 +106,12 @@ def _figure_in_words(found: re.Match[str]) -> str:
     return f"{phase}: {noun} {value}{unit} ({lower} to {upper})"
 
 
+def kl_limit(results: Results) -> Mapping[str, Any] | None:
+    """Return direction and value of what KL over the floor's may ship, where a run stored it."""
+    found: Mapping[str, Any] | None = results.get("ship_limits", {}).get("floor_ratio_x")
+    return found
+
+
 def ship_limits(results: Results) -> str:
     """Return the ship limits of a run in words; "" of a run that stored none."""
     told = []

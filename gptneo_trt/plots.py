@@ -14,8 +14,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from gptneo_trt.claims import speedups
-from gptneo_trt.decisions import measured_rows
+from gptneo_trt.claims import speedups, unbeaten
+from gptneo_trt.decisions import kl_limit, measured_rows
 from gptneo_trt.report import PHASES
 from gptneo_trt.token_profiles import KL_EDGES_NATS, POSITION_BIN
 from gptneo_trt.variant import PROJECTIONS
@@ -124,7 +124,7 @@ def _plain_log(axis: Axis) -> None:
 
 def _draw_limit(axes: Axes, results: Results) -> None:
     """Draw what KL over the floor's may ship, where the run stored it."""
-    limit = results.get("ship_limits", {}).get("floor_ratio_x")
+    limit = kl_limit(results)
     if not limit:
         return
     axes.set_ylim(axes.get_ylim())  # as it is now: the band reaches to the end of the axis
@@ -175,7 +175,8 @@ def _quality_against_speed(results: Results, phase: str) -> Plot | None:
         _draw_limit(axes, results)
         _plain_log(axes.yaxis)
         _legend_above(axes)
-        _label(axes, {row: places[row] for row in _front(places)} | {FLOOR: (1.0, 1.0)})
+        best = unbeaten({row: (loss, timed) for row, (timed, loss) in places.items()})
+        _label(axes, {row: places[row] for row in best} | {FLOOR: (1.0, 1.0)})
 
     caption = (
         f"To the right of the dotted line a row is faster than {FLOOR} in {phase}; in the shaded "
@@ -193,7 +194,8 @@ def _label(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
     taken: list[tuple[float, float, float]] = []  # left, right and middle, in points
     for row, place in sorted(places.items(), key=lambda each: each[1][1]):
         left, point = axes.transData.transform(place) * 72 / figure.dpi
-        width, height, side = 0.65 * SMALL * len(_short(row)), point, 1
+        name = _short(row)
+        width, height, side = 0.65 * SMALL * len(name), point, 1
         if left + width > end:  # no room on the right
             left, side = left - width, -1
         for other_left, other_right, other in taken:
@@ -202,7 +204,7 @@ def _label(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
                 height = other + SMALL + 1
         taken.append((left, left + width, height))
         axes.annotate(
-            _short(row),
+            name,
             place,
             (6 * side, height - point),
             textcoords="offset points",
@@ -210,18 +212,6 @@ def _label(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
             ha="left" if side > 0 else "right",
             size=SMALL,
         )
-
-
-def _front(rows: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the rows of which no other is at least as fast with at most the loss."""
-    return [
-        row
-        for row, (ratio, loss) in rows.items()
-        if not any(
-            other != row and faster >= ratio and lower <= loss
-            for other, (faster, lower) in rows.items()
-        )
-    ]
 
 
 def _loss_of_kinds(results: Results) -> Plot | None:

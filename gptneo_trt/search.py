@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from gptneo_trt.claims import OUTCOMES, decisions, is_inconclusive, speedups
+from gptneo_trt.claims import FASTER, floor_ratio, speed_groups, speedups, unbeaten
+from gptneo_trt.decisions import OUTCOMES, decisions, kl_limit
 from gptneo_trt.errors import MetricError, VariantError
 from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
@@ -75,12 +76,7 @@ class Search:
     def front(self, phase: str) -> list[str]:
         """Return the sets than which none is predicted both better and faster, best first."""
         places = {name: where[phase] for name, where in self.predicted.items()}
-        ordered = sorted(places, key=lambda name: (places[name].loss_x, -places[name].speed_x))
-        found: list[str] = []
-        for name in ordered:
-            if not found or places[name].speed_x > places[found[-1]].speed_x:
-                found.append(name)
-        return found
+        return unbeaten({name: (own.loss_x, own.speed_x) for name, own in places.items()})
 
     def is_guessed(self, name: str) -> bool:
         """Return whether the prediction of a set is more than its own measurement."""
@@ -138,7 +134,7 @@ def search(runs: Sequence[Results], base: str = BASE) -> Search:
         measured={name: measured[name] for name in sets if name in measured},
         outcomes={each.variant: each.outcome for run in runs for each in decisions(run)},
         faster=faster,
-        limit=runs[0].get("ship_limits", {}).get("floor_ratio_x", {}).get("value"),
+        limit=(kl_limit(runs[0]) or {}).get("value"),
     )
 
 
@@ -149,12 +145,12 @@ def _measured(
     places: dict[str, dict[str, Place]] = {}
     faster: dict[str, set[str]] = {}
     for run, phase in product(runs, PHASES):
-        for name, (ratio, lower, _) in speedups(run, phase).items():
-            loss = run["values"][name].get(f"{phase}/prose/bf16/floor_ratio_x")
+        for name, (ratio, _, _) in speedups(run, phase).items():
+            loss = floor_ratio(run, name, phase)
             if loss is not None:
                 places.setdefault(name, {})[phase] = Place(loss, ratio)
-                if lower > 1 and not is_inconclusive(run, name, phase):
-                    faster.setdefault(name, set()).add(phase)
+        for name in speed_groups(run, phase)[FASTER]:
+            faster.setdefault(name, set()).add(phase)
     return places, faster
 
 

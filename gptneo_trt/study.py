@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptneo_trt.claims import cell_of, decided_and_timed, speedups
+from gptneo_trt.claims import decided_and_timed, floor_ratio, speedups
+from gptneo_trt.decisions import cell_of
 from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
 from gptneo_trt.variant import PROJECTIONS
@@ -43,20 +44,25 @@ class Finding:
     Attributes:
         what: is compared.
         study: its figure as published, B200 with TensorRT 11.4, B300 with 11.4, B300 with 11.1.
-        bundled: reads the run on the bundled checkpoint.
-        random: reads the run at the study's shapes; None where random weights say nothing.
+        figure: reads it from a run.
         comparable: what can be compared, a key of COMPARABLE.
+        at_shapes: whether random weights of the study's shapes say something of it.
     """
 
     what: str
     study: str
-    bundled: Figure
-    random: Figure | None
+    figure: Figure
     comparable: str
+    at_shapes: bool = False
 
 
 def _value(results: Results, variant: str, phase: str, name: str) -> float | None:
     return results["values"].get(variant, {}).get(f"{phase}/{name}")
+
+
+def _joined(told: Sequence[str], between: str = " / ") -> str:
+    """Return figures in one text; of nothing but what was not measured, that once."""
+    return NOT_MEASURED if set(told) == {NOT_MEASURED} else between.join(told)
 
 
 def _figures(form: str, *places: tuple[str, str, str], between: str = " / ") -> Figure:
@@ -65,7 +71,17 @@ def _figures(form: str, *places: tuple[str, str, str], between: str = " / ") -> 
     def read(results: Results) -> str:
         found = [_value(results, *place) for place in places]
         told = [NOT_MEASURED if each is None else form.format(each) for each in found]
-        return NOT_MEASURED if set(told) == {NOT_MEASURED} else between.join(told)
+        return _joined(told, between)
+
+    return read
+
+
+def _of_two(tell: Callable[[float, float], str], *places: tuple[str, str, str]) -> Figure:
+    """Return what tells something of two values, where a run has both."""
+
+    def read(results: Results) -> str:
+        one, other = (_value(results, *place) for place in places)
+        return NOT_MEASURED if one is None or other is None else tell(one, other)
 
     return read
 
@@ -75,8 +91,7 @@ def _speed(variant: str) -> Figure:
 
     def read(results: Results) -> str:
         timed = [speedups(results, phase).get(variant) for phase in reversed(PHASES)]
-        told = [f"{each[0]:.2f}" if each else NOT_MEASURED for each in timed]
-        return NOT_MEASURED if set(told) == {NOT_MEASURED} else " / ".join(told)
+        return _joined([f"{each[0]:.2f}" if each else NOT_MEASURED for each in timed])
 
     return read
 
@@ -85,38 +100,17 @@ def _ratio(variant: str) -> Figure:
     return _figures("{:.1f} x", (variant, "prefill", RATIO), (variant, "decode", RATIO))
 
 
-def _plans(results: Results) -> str:
-    places = [(name, "decode", "plan_mib") for name in (FLOOR, RECIPE)]
-    return _figures("{:.1f}", *places, between=" -> ")(results)
-
-
 def _alone(results: Results) -> str:
     """Return the least and the most that one kind alone loses in prefill, with their kinds."""
     ratios = {
         kind: ratio
         for kind in PROJECTIONS
-        if (ratio := _value(results, f"{RECIPE}-{kind}", "prefill", RATIO)) is not None
+        if (ratio := floor_ratio(results, f"{RECIPE}-{kind}")) is not None
     }
     if not ratios:
         return NOT_MEASURED
     least, most = min(ratios, key=lambda k: ratios[k]), max(ratios, key=lambda k: ratios[k])
     return f"{ratios[least]:.1f} ({least}) to {ratios[most]:.1f} x ({most})"
-
-
-def _wider_scales(results: Results) -> str:
-    losses = [_value(results, name, "prefill", KL) for name in (f"{RECIPE}-scales-x1.5", RECIPE)]
-    if losses[0] is None or losses[1] is None:
-        return NOT_MEASURED
-    return f"{losses[0] / losses[1]:.2f} x the recipe's"
-
-
-def _top1_drop(results: Results) -> str:
-    agreed = [
-        _value(results, name, "prefill", "next_token/bf16/top1_frac") for name in (FLOOR, RECIPE)
-    ]
-    if agreed[0] is None or agreed[1] is None:
-        return NOT_MEASURED
-    return f"{100 * (agreed[0] - agreed[1]):.0f} points"
 
 
 def _out_proj(results: Results) -> str:
@@ -145,12 +139,11 @@ def _non_finite(results: Results) -> str:
 
 def _both(results: Results) -> str:
     """Return which rows are within the ship limits and faster than fp16, a phase each."""
-    told = [
-        f"{', '.join(both) or 'none'} of {len(judged)} in {phase}"
-        for phase in PHASES
-        if (judged := decided_and_timed(results, phase))
-        for both in [[name for name, has_both in judged.items() if has_both]]
-    ]
+    told = []
+    for phase in PHASES:
+        judged = decided_and_timed(results, phase)
+        both = [name for name, has_both in judged.items() if has_both]
+        told += [f"{', '.join(both) or 'none'} of {len(judged)} in {phase}"] if judged else []
     return "; ".join(told) or NOT_MEASURED
 
 
@@ -159,86 +152,93 @@ FINDINGS = (
         "fp16's time over the FP8 recipe's, decode / prefill of 256",
         "1.10 / 1.14, 1.10 / 1.12, 1.14 / 1.12",
         _speed(RECIPE),
-        _speed(RECIPE),
         DIRECTION,
+        at_shapes=True,
     ),
     Finding(
         "the same of all but c_proj",
         "1.10 in decode",
         _speed("fp8-no-c_proj"),
-        _speed("fp8-no-c_proj"),
         DIRECTION,
+        at_shapes=True,
     ),
     Finding(
         "the same of c_fc alone",
         "0.98 to 1.01",
         _speed("fp8-c_fc"),
-        _speed("fp8-c_fc"),
         DIRECTION,
+        at_shapes=True,
     ),
     Finding(
         "decode plan, fp16 -> FP8, MiB",
         "313.6 -> 239.5",
-        _plans,
-        _plans,
+        _figures(
+            "{:.1f}",
+            (FLOOR, "decode", "plan_mib"),
+            (RECIPE, "decode", "plan_mib"),
+            between=" -> ",
+        ),
         YES,
+        at_shapes=True,
     ),
     Finding(
         "KL of fp16 to bf16, nats a token, prefill / decode",
         "0.0022, 0.0023, 0.0024",
         _figures("{:.3g}", (FLOOR, "prefill", KL), (FLOOR, "decode", KL)),
-        None,
         NO,
     ),
     Finding(
         "KL of the FP8 recipe",
         "0.0832, 0.0844, 0.0858",
         _figures("{:.3g}", (RECIPE, "prefill", KL), (RECIPE, "decode", KL)),
-        None,
         NO,
     ),
-    Finding("the same over fp16's", "about 37 x", _ratio(RECIPE), None, AS_RATIO),
+    Finding("the same over fp16's", "about 37 x", _ratio(RECIPE), AS_RATIO),
     Finding(
         "one kind alone, over fp16's",
         "8 to 22 x, with q, k and v together",
         _alone,
-        None,
         AS_RATIO,
     ),
-    Finding("q, k and v together", "within 8 to 22 x", _ratio("fp8-qkv"), None, AS_RATIO),
-    Finding("c_fc alone", "8 x, the best", _ratio("fp8-c_fc"), None, AS_RATIO),
+    Finding("q, k and v together", "within 8 to 22 x", _ratio("fp8-qkv"), AS_RATIO),
+    Finding("c_fc alone", "8 x, the best", _ratio("fp8-c_fc"), AS_RATIO),
     Finding(
         "KL at activation scales x 1.5",
         "0.0913, 1.10 x the recipe's",
-        _wider_scales,
-        None,
+        _of_two(
+            lambda wider, own: f"{wider / own:.2f} x the recipe's",
+            (f"{RECIPE}-scales-x1.5", "prefill", KL),
+            (RECIPE, "prefill", KL),
+        ),
         AS_RATIO,
     ),
     Finding(
         "next-token top-1, less than fp16's",
         "15 points",
-        _top1_drop,
-        None,
+        _of_two(
+            lambda floor, own: f"{100 * (floor - own):.0f} points",
+            (FLOOR, "prefill", "next_token/bf16/top1_frac"),
+            (RECIPE, "prefill", "next_token/bf16/top1_frac"),
+        ),
         DIRECTION,
     ),
     Finding(
         "perplexity of FP8 over bf16's",
         "1.09 to 1.10",
         _figures("{:.3f}", (RECIPE, "prefill", "prose/bf16/perplexity_ratio")),
-        None,
         DIRECTION,
     ),
-    Finding("non-finite logits, K or V", "none", _non_finite, _non_finite, YES),
+    Finding("non-finite logits, K or V", "none", _non_finite, YES, at_shapes=True),
     Finding(
         "FP8 out_proj",
         "does not build on 11.4, builds on 11.1",
         _out_proj,
-        _out_proj,
         NO,
+        at_shapes=True,
     ),
-    Finding("within the ship limits and faster", "none", _both, None, YES),
+    Finding("within the ship limits and faster", "none", _both, YES),
     *(
-        Finding(what, NOT_MEASURED, _ratio(row), None, NEW)
+        Finding(what, NOT_MEASURED, _ratio(row), NEW)
         for what, row in {
             "q_proj alone": "fp8-q_proj",
             "k_proj alone": "fp8-k_proj",
@@ -257,9 +257,9 @@ def table(bundled: Results, random: Results) -> Iterator[str]:
     yield "| | study | bundled checkpoint | random 125m | comparable |"
     yield "| --- | --- | --- | --- | --- |"
     for each in FINDINGS:
-        at_shapes = each.random(random) if each.random else SILENT
+        at_shapes = each.figure(random) if each.at_shapes else SILENT
         yield (
-            f"| {each.what} | {each.study} | {each.bundled(bundled)} | {at_shapes} | "
+            f"| {each.what} | {each.study} | {each.figure(bundled)} | {at_shapes} | "
             f"{each.comparable} |"
         )
     yield ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gptneo_trt import study
+from gptneo_trt import baselines, study
 from gptneo_trt.results import read_results
 from gptneo_trt.study import FINDINGS, NOT_MEASURED, table
 from gptneo_trt.variants import VARIANTS
@@ -28,7 +28,7 @@ def cells(line):
 def figure(run, what):
     """Return what a run on the bundled checkpoint says of a finding."""
     (found,) = [each for each in FINDINGS if each.what.startswith(what)]
-    return found.bundled(run)
+    return found.figure(run)
 
 
 def test_every_line_has_every_cell(run):
@@ -45,9 +45,9 @@ def test_every_line_has_every_cell(run):
 def test_nothing_is_said_of_what_was_not_measured(run):
     """A run of no row, or of fp16 alone, has no figure of FP8."""
     nothing = measured_only(run, [])
-    assert {each.bundled(nothing) for each in FINDINGS} == {NOT_MEASURED}
+    assert {each.figure(nothing) for each in FINDINGS} == {NOT_MEASURED}
     floor = measured_only(run, ["fp16"])
-    said = {each.what for each in FINDINGS if each.bundled(floor) != NOT_MEASURED}
+    said = {each.what for each in FINDINGS if each.figure(floor) != NOT_MEASURED}
     assert {each.partition(",")[0] for each in said} == {
         "decode plan",
         "KL of fp16 to bf16",
@@ -120,6 +120,36 @@ def test_command_prints_the_table(run, capsys):
     """From two files."""
     assert study.main([str(FILE), str(FILE)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(FINDINGS) + 4
+
+
+def test_the_study_s_figures_are_the_published_ones():
+    """Of the three machines, in the order of the docstring, as the stored baselines have them."""
+    stored = Path(__file__).parents[2] / "baselines"
+    machines = ("b200/tensorrt-11.4.0.106", "b300/tensorrt-11.4.0.106", "b300/tensorrt-11.1.0.106")
+    values = {
+        row: [
+            baselines.read(stored / machine / "EleutherAI--gpt-neo-125m", row).values
+            for machine in machines
+        ]
+        for row in ("fp16", "fp8")
+    }
+    speeds = [(each["decode/speedup_x"], each["prefill/speedup_x"]) for each in values["fp8"]]
+    losses = {
+        row: [each["decode/prose/bf16/kl_mean_nats"] for each in found]
+        for row, found in values.items()
+    }
+    plans = {row: {each["decode/plan_mib"] for each in found} for row, found in values.items()}
+    ratios = [own / floor for own, floor in zip(losses["fp8"], losses["fp16"], strict=True)]
+
+    told = {each.what.partition(",")[0]: each.study for each in FINDINGS}
+    assert told["fp16's time over the FP8 recipe's"] == ", ".join(
+        f"{decode:.2f} / {prefill:.2f}" for decode, prefill in speeds
+    )
+    assert told["KL of fp16 to bf16"] == ", ".join(f"{each:.4f}" for each in losses["fp16"])
+    assert told["KL of the FP8 recipe"] == ", ".join(f"{each:.4f}" for each in losses["fp8"])
+    assert told["decode plan"] == f"{plans['fp16'].pop()} -> {plans['fp8'].pop()}"
+    assert round(sum(ratios) / 3) == 37
+    assert told["the same over fp16's"] == "about 37 x"
 
 
 def test_readme_has_the_table_of_the_stored_runs():
