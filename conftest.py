@@ -18,8 +18,9 @@ from gptneo_trt import checkpoint as checkpoints
 from gptneo_trt import provenance as provenances
 from gptneo_trt.backend import Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
+from gptneo_trt.memory import memory_left
 from gptneo_trt.network import PHASES
-from gptneo_trt.plans import PlanRequest, build_plan
+from gptneo_trt.plans import PlanRequest, build_plan, builds_at_once
 from gptneo_trt.scales import constant_scales, kept_scales, scales_path
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.text_sources import SOURCES
@@ -196,14 +197,15 @@ def plan_request(
 def plan(
     pytestconfig: pytest.Config,
     target: Target,
+    checkpoint: Checkpoint,
     plan_request: Callable[[Variant, str], PlanRequest],
     variants: list[Variant],
 ) -> Iterator[Callable[[Variant, str], Plan]]:
     """Return a function (variant, phase) -> Plan; all selected plans are built ahead of it."""
     cache = pytestconfig.getoption("--gate-cache")
     rows = rows_with_floor(variants) if target.needs_gpu else variants
-    builders = max(1, min(5, (os.cpu_count() or 1) // 3))
-    with ThreadPoolExecutor(max_workers=builders) as pool:
+    builds = builds_at_once(checkpoint, os.cpu_count() or 1, memory_left())
+    with ThreadPoolExecutor(max_workers=builds) as pool:
         ahead = {
             (row.name, phase): pool.submit(build_plan, plan_request(row, phase), cache)
             for row in rows

@@ -81,6 +81,11 @@ class Checkpoint:
         """Return whether logits mean anything: not for seeded random weights."""
         return not self.name.startswith("random:")
 
+    @property
+    def parameters(self) -> int:
+        """Return how many there are; a tied head counts once."""
+        return sum(array.size for array in self.weights.values())
+
 
 @dataclass(frozen=True)
 class TextSet:

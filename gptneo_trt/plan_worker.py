@@ -17,15 +17,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
-
 from gptneo_trt.backend import Backend, backend_named, create_config, refuse_none
 from gptneo_trt.child_process import die_with
 from gptneo_trt.data import Architecture, Checkpoint, Scales, weights_sha256
 from gptneo_trt.errors import BuildError, CheckpointError, GptNeoTrtError, RunError, StorageError
 from gptneo_trt.network import Network, build_network
 from gptneo_trt.runtime import load
+from gptneo_trt.stored_tensors import arrays_in_file, tensors_in_file
 from gptneo_trt.variant import Variant
 from gptneo_trt.whole_file import whole_file
 
@@ -63,13 +61,13 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         if _is_out_of_memory(lines):
             raise MemoryError(what)
         raise BuildError(what, lines)
-    plan = bytes(serialized)
+    plan = memoryview(serialized)  # no copy: it may be gigabytes
     record = {
         "flavour": backend.flavour,
         "version": backend.version,
         "capabilities": job["capabilities"],
         "gpu": job["runs_on"],
-        "bytes": len(plan),
+        "bytes": plan.nbytes,
         "sha256": hashlib.sha256(plan).hexdigest(),
         "build_s": round(time.perf_counter() - started, 3),
         "log": lines,
@@ -120,19 +118,18 @@ def _weights(job: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Return the weights in a job's file, and remove it where they are not the checkpoint's.
 
     Raises:
-        CheckpointError: they differ in any bit.
+        CheckpointError: they differ in any bit, or cannot be read.
     """
+    file, remedy = Path(job["weights"]), "it is removed, run again"
     try:
-        weights = load_file(job["weights"])
+        weights = arrays_in_file(file, tensors_in_file(file, remedy), remedy)
         obtained = weights_sha256(architecture, weights)
-    except (OSError, SafetensorError) as error:
-        weights, obtained = {}, f"{error}"
-    if obtained != job["checkpoint_sha256"]:
-        Path(job["weights"]).unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{job['weights']}: obtained {obtained}, expected the checkpoint "
-            f"{job['checkpoint_sha256']}; it is removed, run again"
-        )
+        if obtained != job["checkpoint_sha256"]:
+            expected = f"expected the checkpoint {job['checkpoint_sha256']}"
+            raise CheckpointError(f"{file}: obtained {obtained}, {expected}; {remedy}")
+    except CheckpointError:
+        file.unlink(missing_ok=True)
+        raise
     return weights
 
 

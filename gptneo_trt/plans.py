@@ -40,6 +40,13 @@ SOURCES = (
 )  # fmt: skip
 # Number format -> what its plans are built for where no GPU runs them: the default may be older.
 ABSENT_GPU = {"nvfp4": ("12.0",)}
+# Bytes that one build takes for each parameter, measured at gpt-neo-1.3B: weights in float32, and
+# what the network and TensorRT make of them.
+BUILD_BYTES = 8
+MOST_BUILDS = 5  # at once; more gain nothing
+CORES_A_BUILD = 3
+# A builder that takes longer than this, and this much for every 2 ** 30 parameters, hangs.
+TIMEOUT_S, TIMEOUT_S_A_GIGA = 300.0, 300.0
 LAST_LINES = 12  # of a dead worker's output, enough to hold TensorRT's own last words
 REMEDY = "build it again"
 # Of the pipes of a worker whose own child outlives it.
@@ -131,13 +138,25 @@ def _job(request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def build_plan(request: PlanRequest, cache: Path, timeout_s: float = 300.0) -> Plan:
+def builds_at_once(checkpoint: Checkpoint, cores: int, memory: int) -> int:
+    """Return how many plans of a checkpoint can be built side by side: at least one.
+
+    Args:
+        checkpoint: whose weights every build holds.
+        cores: of the processor.
+        memory: bytes that the builds may take together, see ``memory_left``.
+    """
+    fitting = memory // (BUILD_BYTES * checkpoint.parameters)
+    return max(1, min(MOST_BUILDS, cores // CORES_A_BUILD, fitting))
+
+
+def build_plan(request: PlanRequest, cache: Path, timeout_s: float | None = None) -> Plan:
     """Return the plan of a request, from the cache or built in a child process.
 
     Args:
         request: what to build.
         cache: folder of plans; made when absent. Two processes may share it.
-        timeout_s: after which the child is killed.
+        timeout_s: after which the child is killed; by default what the checkpoint's size allows.
 
     Raises:
         BuildError: the builder refused; the message has TensorRT's own lines. Or another process
@@ -146,6 +165,8 @@ def build_plan(request: PlanRequest, cache: Path, timeout_s: float = 300.0) -> P
         CalibrationError: a range is missing.
         StorageError: the cache cannot be written.
     """
+    if timeout_s is None:
+        timeout_s = TIMEOUT_S + TIMEOUT_S_A_GIGA * request.checkpoint.parameters / 2**30
     key = plan_key(request)
     plan_path = cache / "plans" / f"{key}.plan"
     try:
@@ -177,8 +198,9 @@ def _stored_plan(plan_path: Path, request: PlanRequest) -> tuple[Plan | None, tu
         return None, ()
     try:
         record = object_from_file(side_car, BuildError, REMEDY)
-        content = plan_path.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
+        with plan_path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell() / MIB
         wrong = _differences(record, _identity(plan_path, request) | {"sha256": digest})
         log, build_s = record["log"], record["build_s"]
         if type(log) is not list or {*map(type, log)} - {str} or type(build_s) is not float:
@@ -187,7 +209,6 @@ def _stored_plan(plan_path: Path, request: PlanRequest) -> tuple[Plan | None, tu
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
         return None, (f"[WARNING] {plan_path.name} is not used but built again: {wrong[0]}",)
-    size = len(content) / MIB
     return Plan(plan_path, size, build_s, cached=True, log=tuple(log), sha256=digest), ()
 
 

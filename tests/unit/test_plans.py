@@ -15,6 +15,7 @@ from sources import imported_modules
 from tiny import T0, changed, fixed_scales
 
 from gptneo_trt import network, plan_worker, plans
+from gptneo_trt.data import Plan
 from gptneo_trt.errors import BuildError, CalibrationError, CrashError
 from gptneo_trt.plans import PlanRequest, build_plan, plan_key
 from gptneo_trt.variant import Variant
@@ -210,9 +211,11 @@ def test_R06_the_source_is_in_the_key(monkeypatch, request_of, tmp_path, name):
 
 
 # What the worker imports and no plan depends on: how errors and side-cars read, how files and
-# processes end, and the loading of a plan that is built.
+# processes end, the reading of weights that are compared by hash, and the loading of a plan that
+# is built.
 SHAPELESS = {
-    "__init__.py", "child_process.py", "errors.py", "json_file.py", "runtime.py", "whole_file.py",
+    "__init__.py", "child_process.py", "errors.py", "json_file.py", "runtime.py",
+    "stored_tensors.py", "whole_file.py",
 }  # fmt: skip
 
 
@@ -363,6 +366,20 @@ def test_N06_bad_ends_are_told_apart(tmp_path, request_of, worker, lines, messag
         build_plan(request_of(), cache, timeout_s=2 if "hung" in message else 60)
     assert "[ERROR] last words" in e.value.log
     assert left_over(cache) == []
+
+
+def test_N06_a_large_checkpoint_may_take_longer(tmp_path, monkeypatch, t0, request_of):
+    """300 s, and as much for every 2 ** 30 parameters; a caller's own limit goes before."""
+    limits = []
+    monkeypatch.setattr(
+        plans,
+        "_build",
+        lambda *rest: limits.append(rest[-1]) or Plan(tmp_path / "x", 1.0, 1.0, False, ()),
+    )
+    large = replace(t0, weights={"wte": np.broadcast_to(np.float32(0), (1 << 30,))})
+    for checkpoint, given in ((t0, ()), (large, ()), (large, (7.0,))):
+        build_plan(request_of(checkpoint=checkpoint), tmp_path, *given)
+    assert limits == [pytest.approx(300, abs=0.1), 600.0, 7.0]
 
 
 def test_N06_a_worker_that_writes_nothing_is_an_error(tmp_path, request_of, worker):
@@ -579,9 +596,16 @@ def test_weights_in_the_cache_that_changed_are_refused_and_removed(tmp_path, req
     request = request_of()
     path = plans._stored_weights(request.checkpoint, tmp_path)
     other = changed(request.checkpoint, {"transformer.ln_f.bias": lambda bias: bias + 1})
-    for content in (save(dict(other.weights)), b"no safetensors"):
+    damaged = {
+        save(dict(other.weights)): r"obtained \w{64}, expected the checkpoint \w{64}",
+        path.read_bytes()[:-1]: r"obtained \d+ bytes, expected \d+",
+        b"no safetensors": "obtained 14 bytes without a safetensors header",
+    }
+    for content, message in damaged.items():
         path.write_bytes(content)
-        with pytest.raises(BuildError, match=r"safetensors: obtained .*, expected the checkpoint"):
+        with pytest.raises(
+            BuildError, match=rf"safetensors: {message}.*; it is removed, run again"
+        ):
             build_plan(request, tmp_path)
         assert not path.exists()
     assert not build_plan(request, tmp_path).cached
