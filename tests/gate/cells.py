@@ -67,6 +67,10 @@ class OutsideShipLimitsError(AssertionError):
     """A row misses the ship limits."""
 
 
+class SlowerThanPyTorchError(AssertionError):
+    """PyTorch is faster than the fp16 engine, as limits.SLOWER says."""
+
+
 def errored(key: Key, error: BaseException, verdict: str = "failed") -> Cell:
     """Return the cell of a test that ended with an error before it could judge."""
     return Cell(*key, None, None, None, verdict, f"{type(error).__name__}: {error}")
@@ -85,6 +89,7 @@ def parameters_of(config: pytest.Config, marker: pytest.Mark) -> Iterator[object
                     marks = [getattr(pytest.mark, target.name)]
                     marks += _xfails(config, wants, name, phase)
                     marks += _ship_xfails(config, name, metric)
+                    marks += _slower_xfails(config, metric)
                     identity = f"{name}-{phase}-{metric}"
                     row = variant_named(name)
                     yield pytest.param(row, phase, metric, id=identity, marks=marks)
@@ -154,6 +159,14 @@ def _ship_xfails(config: pytest.Config, name: str, metric: str) -> list[pytest.M
     if not explored:
         reason = f"{decision}: misses the ship limits; if it passes: revisit the decision"
     return [pytest.mark.xfail(strict=not explored, raises=OutsideShipLimitsError, reason=reason)]
+
+
+def _slower_xfails(config: pytest.Config, metric: str) -> list[pytest.MarkDecorator]:
+    """Return the strict xfail of a bound that fp16 is known to miss, next to PyTorch."""
+    if (target_of(config).name, model_of(config), *shape_of(config), metric) not in limits.SLOWER:
+        return []
+    reason = "slower than PyTorch; if it passes: revisit, remove the row of limits.SLOWER"
+    return [pytest.mark.xfail(strict=True, raises=SlowerThanPyTorchError, reason=reason)]
 
 
 def baseline_folder(target: Target, backend_target: str, model: str, sha256: str = "") -> Path:

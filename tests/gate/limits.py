@@ -199,6 +199,25 @@ ALTERNATIVES: Mapping[tuple[str, str], Bound] = {
     ("", "alternative/weights_read_x"): Bound(AT_MOST, _READ),
 }
 
+
+def _slower(least: float, measured: str) -> Tolerance:
+    return Tolerance(least, f"{measured}; ratios vary by up to 5 %", AT_LEAST)
+
+
+# Where fp16 misses a bound of ALTERNATIVES, a strict expected failure, and the least that it may
+# be: (target, checkpoint name, batch, context, metric) -> least.
+SLOWER: Mapping[tuple[str, str, int, int, str], Tolerance] = {
+    ("h200", "random:gpt-neo-1.3B", 1, 256, "alternative/static_compiled_graph_x"): _slower(
+        0.908, "compiled PyTorch takes 1,710 us where the engine takes 1,790"
+    ),
+    ("h200", "random:gpt-neo-125m", 1, 1024, "alternative/static_compiled_graph_x"): _slower(
+        0.887, "compiled PyTorch takes 585 us where the engine takes 625"
+    ),
+    ("h200", "random:gpt-neo-125m", 1, 2048, "alternative/static_compiled_graph_x"): _slower(
+        0.716, "compiled PyTorch takes 602 us where the engine takes 797"
+    ),
+}
+
 # What an engine must keep to be shipped, next to the fp16 engine of the same run: figure of
 # ``gptneo_trt.ratios`` -> bound.
 SHIP_LIMITS: Mapping[str, Bound] = {

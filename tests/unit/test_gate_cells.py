@@ -278,6 +278,30 @@ def test_P01_only_the_decision_of_a_studied_row_is_expected_to_fail(run):
     assert marks["fp8", "both", "ship"].kwargs["raises"] is cells.OutsideShipLimitsError
 
 
+def test_P01_where_pytorch_is_known_to_be_faster_a_cell_is_expected_to_fail(run):
+    """A strict xfail at the shape of a row of SLOWER, and nowhere else."""
+    known = {key[:4] for key in limits.SLOWER}
+    assert known
+    for target, model, batch, context in known | {
+        ("b200", RANDOM, 1, 1024),
+        ("h200", RANDOM, 2, 64),
+    }:
+        shape = {"batch": batch, "context": context}
+        gpu = H200 if target == "h200" else B200
+        owed = asked(run(target, gpu=gpu, model=model, variants="fp16,fp8", **shape))
+        marks = {
+            key: mark.kwargs
+            for key, each in owed.items()
+            for mark in each.marks
+            if mark.name == "xfail"
+        }
+        expected = {key[4] for key in limits.SLOWER if key[:4] == (target, model, batch, context)}
+        assert marks.keys() == {("fp16", "decode", metric) for metric in expected}
+        for each in marks.values():
+            assert each["strict"]
+            assert each["raises"] is cells.SlowerThanPyTorchError
+
+
 # Published baselines
 
 

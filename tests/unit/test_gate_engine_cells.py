@@ -8,6 +8,7 @@ import pytest
 
 from gptneo_trt.baselines import Baseline
 from gptneo_trt.data import Measurement, Metrics, Speedup, TokenMetrics
+from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import VARIANTS
 from tests.gate import test_engine, test_speed
 from tests.selftest.judging import judged, wanted_cells
@@ -161,6 +162,41 @@ def test_a_clock_that_stops_too_early_is_seen():
     cells = judged([TESTS["decode"]], FP16, **given)
     cell = cells["decode", "alternative/weights_read_x"]
     assert (cell.verdict, cell.obtained) == ("failed", 2.0)
+
+
+# Where compiled PyTorch is known to be faster: its time over fp16's there, the verdict on the
+# cell, and what its reason says.
+KNOWN = {
+    "as known": (
+        1 / 0.95,
+        "passed",
+        "slower than PyTorch, as known: obtained 0.95, expected at le",
+    ),
+    "slower than known": (1 / 0.9, "failed", "^obtained 0.9, expected at least 1"),
+    "the faster one": (1 / 1.05, "passed", "^obtained 1.05, expected at least 1"),
+}
+
+
+@pytest.mark.parametrize(("faster", "verdict", "reason"), KNOWN.values(), ids=KNOWN)
+def test_what_is_known_to_be_slower_is_so_by_a_bounded_amount(faster, verdict, reason):
+    """Only that alternative of that model on that target; pytest turns an unexpected pass red."""
+    given = fixtures(alternative=faster) | {"target": TARGETS["h200"]}
+    given["checkpoint"].name = "random:gpt-neo-1.3B"
+    cells = judged([TESTS["decode"]], FP16, **given)
+
+    found = cells["decode", "alternative/static_compiled_graph_x"]
+    assert found.verdict == verdict
+    assert re.search(reason, found.reason)
+    other = "failed" if faster > 1 else "passed"
+    assert cells["decode", "alternative/static_graph_x"].verdict == other
+
+
+def test_a_disturbed_run_does_not_show_what_is_known():
+    """Inconclusive, not an expected failure."""
+    given = fixtures(alternative=1 / 0.95, **THROTTLED) | {"target": TARGETS["h200"]}
+    given["checkpoint"].name = "random:gpt-neo-1.3B"
+    cell = judged([TESTS["decode"]], FP16, **given)["decode", "alternative/static_compiled_graph_x"]
+    assert cell.verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(("modules", "verdict"), [((), "passed"), (MODULES[:1], "failed")])

@@ -12,7 +12,12 @@ import pytest
 from tiny import T0, tiny_checkpoint
 
 from gptneo_trt import alternatives, baselines
-from gptneo_trt.checkpoint import RANDOM_SHAPES, STUDY_CHECKPOINT, random_architecture
+from gptneo_trt.checkpoint import (
+    RANDOM_POSITIONS,
+    RANDOM_SHAPES,
+    STUDY_CHECKPOINT,
+    random_architecture,
+)
 from gptneo_trt.data import Checkpoint
 from gptneo_trt.errors import BaselineError
 from gptneo_trt.known_failures import known_failure
@@ -22,6 +27,7 @@ from gptneo_trt.variants import FLOOR, VARIANTS
 from gptneo_trt.verdicts import AT_LEAST, AT_MOST, Bound, judge_limit
 from gptneo_trt.weights import parameter_shapes
 from tests.gate import cells, limits, test_speed, tolerances
+from tests.gate.shape import LEAST_CONTEXT
 from tests.selftest.judging import gate_tests
 
 BASELINES = Path(__file__).parents[2] / "baselines"
@@ -354,6 +360,19 @@ def test_a_bound_that_nobody_gave_is_an_error(t0):
     """A new alternative is not unbounded in silence."""
     with pytest.raises(KeyError, match="alternative/telepathy_x"):
         limits.alternative(t0, "alternative/telepathy_x")
+
+
+@pytest.mark.parametrize("key", limits.SLOWER, ids=str)
+def test_a_known_miss_is_of_a_run_that_can_be_asked_for_and_is_bounded(key):
+    """Target, model, shape and metric exist; what is excused is below the bound, and not much."""
+    target, model, batch, context, metric = key
+    assert TARGETS[target].needs_gpu
+    assert batch >= 1
+    assert LEAST_CONTEXT <= context <= RANDOM_POSITIONS
+    assert random_architecture(model)
+    bound, least = limits.alternative(SimpleNamespace(name=model), metric), limits.SLOWER[key]
+    assert bound.direction == least.direction == AT_LEAST
+    assert 0.5 < least < bound.value
 
 
 @pytest.mark.parametrize("name", limits.STEP_OVERHEAD)

@@ -275,11 +275,11 @@ def test_speedup_needs_a_check_after_the_last_round():
 # Outputs
 
 
-def checked_twice(device, second, first=LOGITS, name="fp8"):
+def checked_twice(device, second, first=LOGITS, name="fp8", spread=0.0):
     """Check outputs that are ``first`` and later ``second``, in the same buffer if it fits."""
     buffer = [np.array(first)]
     work = {row: device.timed(row, 1.0) for row in ("fp16", "fp8")}
-    work[name] = replace(work[name], outputs=lambda: buffer[0])
+    work[name] = replace(work[name], outputs=lambda: buffer[0], spread=spread)
     timer = PairedTimer(work["fp16"], work["fp8"], 1, event=device.event)
     timer.check_outputs()
     for _ in range(5):
@@ -318,6 +318,17 @@ def test_outputs_are_compared_bit_by_bit(second, fault):
     """A sign of zero, NaN, infinity and another shape are all seen."""
     with pytest.raises(RunError, match=f"own fp8: obtained {fault}"):
         checked_twice(Device(), second)
+
+
+@pytest.mark.parametrize("spread", [0.25, 0.125])
+def test_outputs_may_differ_by_an_executor_s_own_spread(spread):
+    """Of the largest value, 1.5 here, and of that executor alone."""
+    second = LOGITS + np.float32([0, 0.25, 0])
+    if spread == 0.25:
+        checked_twice(Device(), second, spread=spread)
+        return
+    with pytest.raises(RunError, match=r"differ by up to 0\.25, expected .* before, within 0\.188"):
+        checked_twice(Device(), second, spread=spread)
 
 
 def test_outputs_that_never_were_finite_are_refused_at_once():
