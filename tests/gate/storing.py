@@ -17,20 +17,21 @@ UNSTORED = ("build_s", "load_s", "floor_ratio_x", "floor_ratio_lower_x", "floor_
 def update_baselines(run: GateRun) -> list[str]:
     """Write a baseline for every row that is fit for it; return a line a change.
 
-    A row is written from a clean commit alone, when every cell of its own and of the fp16
-    row passed, comparisons apart: these cannot be checked while what they compare with is
-    being written. fp16 shares checkpoint, texts, reference and decoder with every row, and
-    ship decision, floor ratio and time ratio are relative to it: where it failed, no figure
-    of the run is sound. Another row that failed says nothing about this one, and waits.
+    A row is written from a clean commit and a run without deselected cells alone, when every
+    cell of its own and of the fp16 row passed, comparisons apart: these cannot be checked while
+    what they compare with is being written. fp16 shares checkpoint, texts, reference and decoder
+    with every row, and ship decision, floor ratio and time ratio are relative to it: where it
+    failed, no figure of the run is sound. Another row that failed says nothing about this one,
+    and waits.
 
     Raises:
         BaselineError: nothing was measured.
     """
     if run.folder is None or run.provenance is None or not run.values:
         raise BaselineError("no baseline written: nothing was measured; select gate tests")
-    lines, unclean = [], _unclean(run.provenance.commit)
+    lines, unsound = [], _unclean(run.provenance.commit) or _incomplete(run.deselected)
     for variant in sorted({variant for variant, _, _ in run.expected}):
-        wrong = unclean or _unfit(run, variant)
+        wrong = unsound or _unfit(run, variant)
         if wrong:
             lines.append(f"{variant}: not written: {'; '.join(wrong)}")
         else:
@@ -45,6 +46,13 @@ def _unclean(commit: str) -> list[str]:
     if commit.endswith("-dirty"):
         commit = commit.removesuffix("-dirty")
         return [f"the working tree differs from commit {commit}; commit first"]
+    return []
+
+
+def _incomplete(deselected: int) -> list[str]:
+    """Return why a run does not vouch for a row: -k left out cells of some row."""
+    if deselected:
+        return [f"{deselected} cells were deselected; run all of them, --variants selects rows"]
     return []
 
 

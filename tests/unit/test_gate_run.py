@@ -510,6 +510,17 @@ def test_update_writes_nothing_from_what_is_in_no_commit(run, folder, commit, re
     assert stored_files(folder) == {}
 
 
+def test_update_writes_nothing_from_a_run_with_deselected_cells(run, folder):
+    """What -k left out of a row may be what it fails."""
+    run.cells, run.deselected = [cell("fp16"), cell("fp8")], 3
+
+    lines = update_baselines(run)
+
+    reason = "3 cells were deselected; run all of them, --variants selects rows"
+    assert lines == [f"fp16: not written: {reason}", f"fp8: not written: {reason}"]
+    assert stored_files(folder) == {}
+
+
 @pytest.mark.parametrize("verdict", ["failed", "inconclusive", "not measured"])
 def test_update_writes_no_row_of_a_run_whose_floor_did_not_pass(run, folder, verdict):
     """What every row shares is suspect then; the line names the cell of fp16."""
