@@ -26,6 +26,7 @@ Results = Mapping[str, Any]  # content of results.json
 Values = Mapping[str, float]
 FASTER, AS_FAST, SLOWER = "faster than", "as fast as", "slower than"  # fp16
 SPEED_CELLS = ("regression/speedup_x", "speedup_x")  # of a ratio that is stored, and that is not
+READ = "weights_read"  # the alternative that is no way to run the model, but a bound
 EXCESS = tuple(f"{phase}/excess/" for phase in PHASES)  # values of an engine next to its network
 # What a run leaves out, and what would have to change: (what, why, when to revisit).
 NVFP4 = (
@@ -187,7 +188,7 @@ def speed_groups(results: Results, phase: str) -> dict[str, dict[str, float]]:
 def speed_claims(results: Results) -> list[str]:
     """Return what the run says of speed: every timed row by name, a sentence a phase and group.
 
-    The fastest comes first.
+    The fastest comes first. What a user would otherwise run has sentences of its own.
     """
     claims = []
     for phase in PHASES:
@@ -197,7 +198,34 @@ def speed_claims(results: Results) -> list[str]:
         unclear = [row for row in measured_rows(results) if _is_inconclusive(results, row, phase)]
         if unclear:
             claims.append(f"{phase}: inconclusive, not counted above: {', '.join(unclear)}.")
+        claims += _beside_the_engine(results, phase)
     return claims
+
+
+def _beside_the_engine(results: Results, phase: str) -> Iterator[str]:
+    """Yield what takes less time than fp16's engine, and what takes more, each with its part."""
+    values = results["values"].get(FLOOR, {})
+    start = f"{phase}/alternative/"
+    times = {
+        name.removeprefix(start).removesuffix("_x"): value
+        for name, value in sorted(values.items(), key=lambda each: each[1])
+        if name.startswith(start) and name.endswith("_x") and _is_judged(results, FLOOR, name)
+    }
+    times.pop(READ, None)
+    for told, faster in ((FASTER, True), (f"no {FASTER}", False)):
+        found = [
+            f"{name} ({value:.2f} x its time)"
+            for name, value in times.items()
+            if (value < 1) == faster
+        ]
+        if found:
+            yield f"{phase}, without TensorRT: {told} {FLOOR}'s engine: {', '.join(found)}."
+
+
+def _is_judged(results: Results, variant: str, value: str) -> bool:
+    """Return whether a figure was judged: one of a disturbed measurement is none."""
+    cell = cell_of(results, variant, *value.split("/", 1))
+    return cell is not None and cell["verdict"] in ("passed", "failed")
 
 
 def _is_inconclusive(results: Results, variant: str, phase: str) -> bool:
@@ -239,10 +267,14 @@ def not_measured(results: Results) -> list[tuple[str, str, str]]:
     if missing:
         shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" * (len(missing) > 12))
         found.append((shown, "cells without a figure in this run", "the run is repeated"))
-    if not any(speedups(results, phase) for phase in PHASES):
+    is_timed = any(speedups(results, phase) for phase in PHASES)
+    if not is_timed:
         found.append(("speed", f"target {target} timed no engine in this run", on_a_gpu))
     if not any(name.startswith(EXCESS) for row in results["values"].values() for name in row):
         why = f"target {target} ran no engine in this run: losses are those of networks"
+        if is_timed:
+            why = "engines were timed, and their losses not measured, in this run"
+            on_a_gpu = "a checkpoint whose losses are judged runs there"
         found.append(("engine excess", why, on_a_gpu))
     if not any(_is_nvfp4(results, row) for phase in PHASES for row in speedups(results, phase)):
         found.append(NVFP4)

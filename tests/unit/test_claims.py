@@ -217,7 +217,7 @@ def test_rows_are_told_the_best_first():
     *_, outside = (line for line in claims.quality_claims(stored_results()) if "outside" in line)
     assert outside.index("fp8-v_proj (3.2 x)") < outside.index("fp8-out_proj (3.3 x)")
     assert outside.endswith("fp8-all (37.1 x).")
-    slower = claims.speed_claims(stored_results())[-1]
+    slower = claims.speed_claims(stored_results())[-2]
     assert slower.startswith("decode: 21 rows slower than fp16: fp8-c_fc (0.953 x), ")
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_said_of_both_where_nothing_was_timed():
     """On the target cpu there is no speed, and that is listed."""
     results = stored_results()
     for row in results["values"].values():
-        for name in [name for name in row if "speedup" in name]:
+        for name in [name for name in row if "speedup" in name or "alternative" in name]:
             del row[name]
     results["target"] = "cpu/tensorrt_rtx-1.6.1.120"
 
@@ -249,18 +249,50 @@ def test_nothing_is_said_of_both_where_nothing_was_timed():
     assert "engine excess" not in told
 
 
-def test_without_an_engine_its_excess_is_not_measured():
-    """The losses of such a run are those of networks, and it says so."""
+@pytest.mark.parametrize(
+    ("lost", "why"),
+    [
+        (("excess", "speedup"), "target h200 ran no engine in this run: losses are those of netwo"),
+        (("excess",), "engines were timed, and their losses not measured, in this run"),
+    ],
+)
+def test_without_the_losses_of_engines_their_excess_is_not_measured(lost, why):
+    """Losses are those of networks then, or there are none; a timed engine was run."""
     results = stored_results()
     for row in results["values"].values():
-        for name in [name for name in row if "/excess/" in name]:
+        for name in [name for name in row if any(each in name for each in lost)]:
             del row[name]
-    results["target"] = "cpu/tensorrt_rtx-1.6.1.120"
 
     told = {what: why for what, why, _ in claims.not_measured(results)}
-    assert told["engine excess"] == (
-        "target cpu ran no engine in this run: losses are those of networks"
-    )
+    assert told["engine excess"].startswith(why)
+
+
+def beside_the_engine(ratio, verdict="passed"):
+    """Return what is said of compiled PyTorch in decode, beside the other sentences on speed."""
+    results, metric = stored_results(), "alternative/static_compiled_graph_x"
+    results["values"]["fp16"][f"decode/{metric}"] = ratio
+    results = with_cell(results, "fp16", "decode", metric, obtained=ratio, verdict=verdict)
+    return [each for each in claims.speed_claims(results) if each.startswith("decode, without")]
+
+
+def test_what_a_user_would_otherwise_run_is_told_the_fastest_first():
+    """Each with its part of fp16's time, in decode and prefill; a bound is no way to run it."""
+    slower = "static_graph (1.89 x its time), hugging_face_eager (21.26 x its time)."
+
+    assert beside_the_engine(0.95) == [
+        "decode, without TensorRT: faster than fp16's engine: static_compiled_graph (0.95 x its "
+        "time).",
+        f"decode, without TensorRT: no faster than fp16's engine: {slower}",
+    ]
+    assert beside_the_engine(1.0, "failed") == [
+        "decode, without TensorRT: no faster than fp16's engine: static_compiled_graph (1.00 x its "
+        f"time), {slower}"
+    ]
+
+
+def test_a_disturbed_alternative_is_not_told():
+    """No sentence without a figure that was judged."""
+    assert not any("compiled" in each for each in beside_the_engine(0.95, "inconclusive"))
 
 
 def test_a_row_that_the_checkpoint_is_too_shallow_for_says_so():
