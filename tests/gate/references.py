@@ -2,7 +2,8 @@
 
 Computing them takes seconds, and so does importing transformers, which a warm run then does
 without. The key covers all that shapes them: checkpoint, token ids, type, library versions and
-the source of what makes and pads them.
+the source of what makes and pads them. A file whose logits are not, bit by bit, those that were
+written is computed again: every loss of a run would be to something else.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ SOURCES = (
 PACKAGES = ("numpy", "torch", "transformers")
 TYPES = {"bf16": "bfloat16", "float32": "float32"}
 ARRAYS = ("prose", "next_token", "sampled")
+DIGEST = "logits_sha256"  # beside the provenance in a file's metadata
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,21 @@ def reference_logits(
         if found is None:
             found = _computed(checkpoint, texts, type_name)
             arrays = {name: getattr(found, name) for name in ARRAYS}
-            write_tensors(path, arrays, found.provenance)
+            write_tensors(path, arrays, {**found.provenance, DIGEST: _logits_sha256(arrays)})
     return found
 
 
 def _sha256(ids: np.ndarray) -> str:
     shaped = f"{ids.shape}".encode() + ids.astype(np.int64).tobytes()
     return hashlib.sha256(shaped).hexdigest()
+
+
+def _logits_sha256(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _key(checkpoint: Checkpoint, texts: ScoredTexts, type_name: str) -> str:
@@ -112,9 +122,12 @@ def _stored(path: Path) -> ReferenceLogits | None:
             if set(file.keys()) != set(ARRAYS) or not file.metadata():
                 return None
             arrays = {name: file.get_tensor(name) for name in ARRAYS}
-            return ReferenceLogits(**arrays, provenance=file.metadata())
+            provenance = dict(file.metadata())
     except SafetensorError:
         return None
+    if provenance.pop(DIGEST, None) != _logits_sha256(arrays):
+        return None
+    return ReferenceLogits(**arrays, provenance=provenance)
 
 
 def _computed(checkpoint: Checkpoint, texts: ScoredTexts, type_name: str) -> ReferenceLogits:

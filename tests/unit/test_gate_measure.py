@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny import CONFIG, T0, changed, tiny_checkpoint, write_folder
 
@@ -189,6 +190,37 @@ def test_a_cache_without_an_array_is_computed_again(checkpoint, tmp_path, monkey
     stored = reference_logits(checkpoint, texts, "float32", tmp_path)
     for found in (again, stored):
         np.testing.assert_array_equal(getattr(found, lost), getattr(first, lost))
+
+
+# What is done to a file of the cache: (arrays, metadata) -> changes both in place.
+CHANGED = {
+    "a bit of a logit": lambda arrays, _: arrays["prose"].view(np.uint32).__ixor__(1),
+    "two arrays": lambda arrays, _: arrays.update(prose=arrays["prose"][::-1].copy()),
+    "another type": lambda arrays, _: arrays.update(prose=arrays["prose"].astype(np.float64)),
+    "no hash": lambda _, metadata: metadata.pop(references.DIGEST),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_cache_with_other_logits_is_computed_again(checkpoint, tmp_path, monkeypatch, change):
+    """Whatever a file holds now, losses are to what the model gives."""
+    texts = ScoredTexts(np.stack(token_ids(8, 8)), token_ids(5), token_ids(8, 6))
+    first = reference_logits(checkpoint, texts, "float32", tmp_path)
+    (path,) = (tmp_path / "references").glob("*.safetensors")
+    arrays = load_file(path)
+    with safe_open(path, "numpy") as file:
+        metadata = file.metadata()
+    change(arrays, metadata)
+    save_file(arrays, path, metadata=metadata)
+
+    again = reference_logits(checkpoint, texts, "float32", tmp_path)
+    monkeypatch.setattr(references, "_computed", lambda *_: pytest.fail("computed again"))
+    stored = reference_logits(checkpoint, texts, "float32", tmp_path)
+
+    for found in (again, stored):
+        np.testing.assert_array_equal(found.prose, first.prose)
+        assert found.prose.dtype == np.float32
+        assert found.provenance == first.provenance
 
 
 def test_no_sampled_text_is_kept_as_none_at_all(checkpoint, tmp_path, monkeypatch):
