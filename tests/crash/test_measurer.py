@@ -71,6 +71,20 @@ def test_rows_that_all_die_are_each_told(measuring):
                 each.result(END_S)
 
 
+def test_a_worker_that_hangs_costs_its_row(measuring, monkeypatch):
+    """It is killed at the limit of a row; another one measures the next row."""
+    with measuring(1) as running:
+        hung = running._run("id", os.getpid).result(END_S)
+        monkeypatch.setattr(measurer, "LIMIT_S", 0.5)
+        lost = running._run("variant fp8", time.sleep, ENDLESS_S)
+        text = "variant fp8: the process that interprets networks hung and was killed after "
+        with pytest.raises(CrashError, match=text + r"\d+\.\d s"):
+            lost.result(END_S)
+        monkeypatch.setattr(measurer, "LIMIT_S", END_S)
+        assert not is_running(hung)
+        assert running._run("next row", abs, -1).result(END_S) == 1
+
+
 def test_what_a_row_raises_is_raised_here(measuring):
     """An error comes back as it is, with the place in the worker; the worker goes on."""
     with measuring(1) as running:

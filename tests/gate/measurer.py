@@ -40,6 +40,8 @@ PROSE_TEXTS = 12  # windows of the context
 # twice the texts to resample, and still beyond the window of a local layer.
 DECODE_TOKENS = 128
 
+# For one row: minutes at 125m size on one core. A process that has not answered by then hangs.
+LIMIT_S = 3600.0
 DYING_S = 5.0  # for a process whose pipe is closed to end
 
 Outcome = Measurement | GptNeoTrtError
@@ -136,20 +138,27 @@ class _Worker:
         """Return what a call gives; raise what it raises.
 
         Raises:
-            CrashError: the process died.
+            CrashError: the process died, or has not answered after LIMIT_S.
         """
         started = time.monotonic()
         try:
             self._connection.send((function, arguments))
-            found, error = self._connection.recv()
+            has_answered = self._connection.poll(LIMIT_S)
+            found, error = self._connection.recv() if has_answered else (None, None)
         except (EOFError, OSError) as lost:
             self._process.join(DYING_S)
-            how = ending(self._process.exitcode, time.monotonic() - started)
-            self.end()
-            raise CrashError(f"{what}: the process that interprets networks {how}") from lost
+            raise self._crash(what, time.monotonic() - started) from lost
+        if not has_answered:
+            raise self._crash(what, time.monotonic() - started)
         if error:
             raise error
         return found
+
+    def _crash(self, what: str, seconds: float) -> CrashError:
+        """End the process; return the error of the call that it never answered."""
+        how = ending(self._process.exitcode, seconds)
+        self.end()
+        return CrashError(f"{what}: the process that interprets networks {how}")
 
     def end(self) -> None:
         """Kill the process, which holds nothing that is not in a file."""
