@@ -43,7 +43,7 @@ ABSENT_GPU = {"nvfp4": ("12.0",)}
 # Bytes that one build takes for each parameter, measured at gpt-neo-1.3B: weights in float32, and
 # what the network and TensorRT make of them.
 BUILD_BYTES = 8
-MOST_BUILDS = 5  # at once; more gain nothing
+MOST_BUILDS = 5  # at once, where cores and memory are for more
 CORES_A_BUILD = 3
 # A builder that takes longer than this, and this much for every 2 ** 30 parameters, hangs.
 TIMEOUT_S, TIMEOUT_S_A_GIGA = 300.0, 300.0
