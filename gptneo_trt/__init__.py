@@ -18,6 +18,7 @@ reference       Checkpoint -> Hugging Face model -> logits
 calibrators     ModelOpt, and what it sees of the inputs of modules
 calibrate       Hugging Face model, tokens -> Scales
 scales          Scales <-> JSON
+smoothing       range of activations -> weights that read them: Checkpoint, factors -> Checkpoint
 backend         which TensorRT is here, and what differs between its flavours
 layers          pieces of a network: linear, layer norm, attention, quantize-dequantize
 blocks          products in INT4 and NVFP4, whose weights have a scale a block
@@ -27,6 +28,7 @@ inspection      INetworkDefinition -> which projections are quantized; its finge
 plans           network -> plan, in a child process; the plan cache
 plan_worker     the child process that builds one
 child_process   how a child process ended; that it ends with its parent
+memory          how much of it is left for child processes
 targets         which GPU is here, and what each target needs
 gpu_watch       clocks, temperature, throttling and other processes of a GPU while it is timed
 known_failures  what is expected to fail, where, and with which message, as rows
