@@ -144,9 +144,10 @@ def builds_at_once(checkpoint: Checkpoint, cores: int, memory: int) -> int:
     Args:
         checkpoint: whose weights every build holds.
         cores: of the processor.
-        memory: bytes that the builds may take together, see ``memory_left``.
+        memory: bytes that are left, see ``memory_left``; room for one build stays free for
+            whoever waits for the plans, and may build networks meanwhile.
     """
-    fitting = memory // (BUILD_BYTES * checkpoint.parameters)
+    fitting = memory // (BUILD_BYTES * checkpoint.parameters) - 1
     return max(1, min(MOST_BUILDS, cores // CORES_A_BUILD, fitting))
 
 
