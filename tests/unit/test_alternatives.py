@@ -133,6 +133,8 @@ def test_rows_are_told_apart_by_name_and_phase():
         ("prefill", "hugging_face_compiled"),
     ]
     assert all(row.summary and "GPU" in row.needs for row in ALTERNATIVES)
+    # What multiplies may round otherwise the next time; a copy may not.
+    assert [row.name for row in ALTERNATIVES if not row.spread] == ["weights_read"]
     assert all(("compile" in row.name) == ("compiler" in row.needs) for row in ALTERNATIVES)
 
 
@@ -154,7 +156,7 @@ def test_hugging_faces_rows_are_the_bf16_reference(t0, token_ids, phase):
     timed.replay()
     expected = reference.logits(reference.torch_model(t0, torch.bfloat16), token_ids)
     expected = expected[:, -1] if phase == "decode" else expected
-    assert timed.name == "hugging_face_eager"
+    assert (timed.name, timed.spread) == ("hugging_face_eager", 2**-5)
     assert timed.outputs().shape == expected.shape
     assert timed.outputs().dtype == np.float32
     assert kl_nats(expected, timed.outputs()).mean() < 5e-3
@@ -170,11 +172,6 @@ def test_R05_rows_under_a_graph_need_a_gpu(t0, row):
 def test_static_row_is_the_float16_step_captured(t0, expected, monkeypatch):
     """The row's replay is what the capture returns, and its outputs are the last logits."""
     captured = []
-
-    def capture(function, *how):
-        captured.append((function, how))
-        return function
-
     monkeypatch.setattr(alternatives, "_expect_gpu", lambda name, device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a new stream")
     monkeypatch.setattr(
@@ -187,6 +184,7 @@ def test_static_row_is_the_float16_step_captured(t0, expected, monkeypatch):
     timed.replay()
     ((function, how),) = captured
     assert timed.replay is function
+    assert timed.spread == 2**-8
     assert how == ("a new stream", alternatives.WARMUPS, "alternative static_graph, decode")
     assert function.__self__.keys[0].dtype == torch.float16
     assert kl_nats(expected[:, -1], timed.outputs()).max() < 5e-3
