@@ -18,9 +18,9 @@ from gptneo_trt import checkpoint as checkpoints
 from gptneo_trt import provenance as provenances
 from gptneo_trt.backend import Backend, backend_named
 from gptneo_trt.data import Checkpoint, Measurement, Plan, Provenance, Scales, TextSet
-from gptneo_trt.memory import memory_left
+from gptneo_trt.memory import builds_at_once, memory_left
 from gptneo_trt.network import PHASES
-from gptneo_trt.plans import PlanRequest, build_plan, builds_at_once
+from gptneo_trt.plans import PlanRequest, build_plan
 from gptneo_trt.scales import constant_scales, kept_scales, scales_path
 from gptneo_trt.targets import Gpu, Target
 from gptneo_trt.text_sources import SOURCES

@@ -28,7 +28,7 @@ inspection      INetworkDefinition -> which projections are quantized; its finge
 plans           network -> plan, in a child process; the plan cache
 plan_worker     the child process that builds one
 child_process   how a child process ended; that it ends with its parent
-memory          how much of it is left for child processes
+memory          how much is left, and how many builds it holds
 targets         which GPU is here, and what each target needs
 gpu_watch       clocks, temperature, throttling and other processes of a GPU while it is timed
 known_failures  what is expected to fail, where, and with which message, as rows
@@ -43,6 +43,7 @@ supported       what readers of layers share
 number_formats  rounding to FP8, FP4, INT8 and INT4, in PyTorch
 summation       the same sums in another order, as another processor adds them
 decoder         tokens -> logits, K and V, through prefill or decode, over either executor
+timed_regions   what a latency is the time of, in words
 timing          two executors -> ratio of their times with an interval
 alternatives    what a user would otherwise run, as rows
 static_step     a decode step in PyTorch with a static cache
@@ -57,6 +58,7 @@ engine_verdicts time ratio, engine excess -> Cell
 scale_verdicts  calibrated ranges, stored ranges -> Cell
 results         Cells, values -> results.json
 decisions       results.json -> what may ship, and why, in words
+speeds          results.json -> which rows are faster than fp16, and what else is
 claims          results.json -> what may be said of each row
 report          Cells, values -> the tables
 plots           results.json -> SVG

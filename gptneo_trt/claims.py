@@ -13,20 +13,23 @@ from gptneo_trt.decisions import (
     FIGURES,
     OUTCOMES,
     Decision,
-    cell_of,
     decisions,
     kl_limit,
     measured_rows,
 )
 from gptneo_trt.report import PHASES
+from gptneo_trt.speeds import (
+    FASTER,
+    is_inconclusive,
+    judged_alternatives,
+    speed_groups,
+    speedups,
+)
 from gptneo_trt.variants import FLOOR
 from gptneo_trt.verdicts import OUTSIDE, WITHIN
 
 Results = Mapping[str, Any]  # content of results.json
 Values = Mapping[str, float]
-FASTER, AS_FAST, SLOWER = "faster than", "as fast as", "slower than"  # fp16
-SPEED_CELLS = ("regression/speedup_x", "speedup_x")  # of a ratio that is stored, and that is not
-READ = "weights_read"  # the alternative that is no way to run the model, but a bound
 EXCESS = tuple(f"{phase}/excess/" for phase in PHASES)  # values of an engine next to its network
 # What a run leaves out, and what would have to change: (what, why, when to revisit).
 NVFP4 = (
@@ -100,22 +103,6 @@ def floor_ratio(results: Results, variant: str, phase: str = "prefill") -> float
     return results["values"].get(variant, {}).get(f"{phase}/prose/bf16/floor_ratio_x")
 
 
-def unbeaten(places: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the rows than which none has both at most the loss and at least the speed.
-
-    Args:
-        places: row -> (loss, speed).
-
-    Returns:
-        Rows from the least loss to the most speed; the first of equals.
-    """
-    found: list[str] = []
-    for row in sorted(places, key=lambda name: (places[name][0], -places[name][1])):
-        if not found or places[row][1] > places[found[-1]][1]:
-            found.append(row)
-    return found
-
-
 def _named(results: Results, rows: Iterable[str]) -> str:
     """Return the rows, the least ratio first, each with it; those without one come last."""
     ratios = {variant: floor_ratio(results, variant) for variant in rows}
@@ -160,31 +147,6 @@ def _kl(results: Results, variant: str) -> float | None:
     return results["values"].get(variant, {}).get("prefill/prose/bf16/kl_mean_nats")
 
 
-def speedups(results: Results, phase: str) -> dict[str, tuple[float, float, float]]:
-    """Return row -> (ratio, lower, upper) of fp16's time over its own, where it was timed.
-
-    Only of rows whose comparison was measured: a disturbed figure is none.
-    """
-    names = [f"{phase}/speedup_{part}x" for part in ("", "lower_", "upper_")]
-    found = {}
-    for variant in measured_rows(results):
-        row = results["values"].get(variant, {})
-        if variant != FLOOR and all(name in row for name in names):
-            found[variant] = (row[names[0]], row[names[1]], row[names[2]])
-    return found
-
-
-def speed_groups(results: Results, phase: str) -> dict[str, dict[str, float]]:
-    """Return FASTER, AS_FAST, SLOWER -> row -> ratio, the fastest first; none is inconclusive."""
-    groups: dict[str, dict[str, float]] = {FASTER: {}, AS_FAST: {}, SLOWER: {}}
-    timed = sorted(speedups(results, phase).items(), key=lambda row: -row[1][0])
-    for variant, (ratio, lower, upper) in timed:
-        if not _is_inconclusive(results, variant, phase):
-            group = FASTER if lower > 1 else SLOWER if upper < 1 else AS_FAST
-            groups[group][variant] = ratio
-    return groups
-
-
 def speed_claims(results: Results) -> list[str]:
     """Return what the run says of speed: every timed row by name, a sentence a phase and group.
 
@@ -195,7 +157,7 @@ def speed_claims(results: Results) -> list[str]:
         for group, rows in speed_groups(results, phase).items():
             told = ", ".join(f"{variant} ({ratio:.3f} x)" for variant, ratio in rows.items())
             claims += [f"{phase}: {_count(rows)} {group} {FLOOR}: {told}."] if rows else []
-        unclear = [row for row in measured_rows(results) if _is_inconclusive(results, row, phase)]
+        unclear = [row for row in measured_rows(results) if is_inconclusive(results, row, phase)]
         if unclear:
             claims.append(f"{phase}: inconclusive, not counted above: {', '.join(unclear)}.")
         claims += _beside_the_engine(results, phase)
@@ -204,14 +166,7 @@ def speed_claims(results: Results) -> list[str]:
 
 def _beside_the_engine(results: Results, phase: str) -> Iterator[str]:
     """Yield what takes less time than fp16's engine, and what takes more, each with its part."""
-    values = results["values"].get(FLOOR, {})
-    start = f"{phase}/alternative/"
-    times = {
-        name.removeprefix(start).removesuffix("_x"): value
-        for name, value in sorted(values.items(), key=lambda each: each[1])
-        if name.startswith(start) and name.endswith("_x") and _is_judged(results, FLOOR, name)
-    }
-    times.pop(READ, None)
+    times = judged_alternatives(results, phase)
     for told, faster in ((FASTER, True), (f"no {FASTER}", False)):
         found = [
             f"{name} ({value:.2f} x its time)"
@@ -220,17 +175,6 @@ def _beside_the_engine(results: Results, phase: str) -> Iterator[str]:
         ]
         if found:
             yield f"{phase}, without TensorRT: {told} {FLOOR}'s engine: {', '.join(found)}."
-
-
-def _is_judged(results: Results, variant: str, value: str) -> bool:
-    """Return whether a figure was judged: one of a disturbed measurement is none."""
-    cell = cell_of(results, variant, *value.split("/", 1))
-    return cell is not None and cell["verdict"] in ("passed", "failed")
-
-
-def _is_inconclusive(results: Results, variant: str, phase: str) -> bool:
-    cells = (cell_of(results, variant, phase, metric) for metric in SPEED_CELLS)
-    return any(cell is not None and cell["verdict"] == "inconclusive" for cell in cells)
 
 
 def decided_and_timed(results: Results, phase: str) -> dict[str, bool]:

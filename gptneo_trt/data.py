@@ -445,10 +445,15 @@ class Provenance:
 
 
 def weights_sha256(architecture: Architecture, weights: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 over architecture and weights, names sorted, bytes as in memory."""
-    digest = hashlib.sha256(json.dumps(asdict(architecture), sort_keys=True).encode())
-    for name in sorted(weights):
-        array = np.ascontiguousarray(weights[name])
+    """Return the SHA-256 over architecture and weights, see ``arrays_sha256``."""
+    return arrays_sha256(weights, json.dumps(asdict(architecture), sort_keys=True).encode())
+
+
+def arrays_sha256(arrays: Mapping[str, np.ndarray], before: bytes = b"") -> str:
+    """Return the SHA-256 over ``before`` and arrays: names sorted, types, shapes, bytes."""
+    digest = hashlib.sha256(before)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
         digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

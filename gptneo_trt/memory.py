@@ -1,11 +1,31 @@
-"""How much memory is left for child processes, by the kernel and by the container's limit."""
+"""How much memory the kernel and the container's limit leave, and how many builds that holds."""
 
 import sys
 from pathlib import Path
 
+from gptneo_trt.data import Checkpoint
+
 KERNEL = Path("/proc/meminfo")  # proc_meminfo(5)
 CONTAINER = Path("/sys/fs/cgroup")  # the kernel's "Control Group v2", "Memory"
 KIB = 1 << 10
+# Bytes that one build takes for each parameter, measured at gpt-neo-1.3B: weights in float32, and
+# what the network and TensorRT make of them.
+BUILD_BYTES = 8
+MOST_BUILDS = 5  # at once, where cores and memory are for more
+CORES_A_BUILD = 3
+
+
+def builds_at_once(checkpoint: Checkpoint, cores: int, memory: int) -> int:
+    """Return how many plans of a checkpoint can be built side by side: at least one.
+
+    Args:
+        checkpoint: whose weights every build holds.
+        cores: of the processor.
+        memory: bytes that are left, see ``memory_left``; room for one build stays free for
+            whoever waits for the plans, and may build networks meanwhile.
+    """
+    fitting = memory // (BUILD_BYTES * checkpoint.parameters) - 1
+    return max(1, min(MOST_BUILDS, cores // CORES_A_BUILD, fitting))
 
 
 def memory_left(kernel: Path = KERNEL, container: Path = CONTAINER) -> int:

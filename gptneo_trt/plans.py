@@ -40,11 +40,6 @@ SOURCES = (
 )  # fmt: skip
 # Number format -> what its plans are built for where no GPU runs them: the default may be older.
 ABSENT_GPU = {"nvfp4": ("12.0",)}
-# Bytes that one build takes for each parameter, measured at gpt-neo-1.3B: weights in float32, and
-# what the network and TensorRT make of them.
-BUILD_BYTES = 8
-MOST_BUILDS = 5  # at once, where cores and memory are for more
-CORES_A_BUILD = 3
 # A builder that takes longer than this, and this much for every 2 ** 30 parameters, hangs.
 TIMEOUT_S, TIMEOUT_S_A_GIGA = 300.0, 300.0
 LAST_LINES = 12  # of a dead worker's output, enough to hold TensorRT's own last words
@@ -136,19 +131,6 @@ def _job(request: PlanRequest) -> dict[str, Any]:
         "context": request.context,
         "batch": request.batch,
     }
-
-
-def builds_at_once(checkpoint: Checkpoint, cores: int, memory: int) -> int:
-    """Return how many plans of a checkpoint can be built side by side: at least one.
-
-    Args:
-        checkpoint: whose weights every build holds.
-        cores: of the processor.
-        memory: bytes that are left, see ``memory_left``; room for one build stays free for
-            whoever waits for the plans, and may build networks meanwhile.
-    """
-    fitting = memory // (BUILD_BYTES * checkpoint.parameters) - 1
-    return max(1, min(MOST_BUILDS, cores // CORES_A_BUILD, fitting))
 
 
 def build_plan(request: PlanRequest, cache: Path, timeout_s: float | None = None) -> Plan:

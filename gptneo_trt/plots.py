@@ -14,9 +14,9 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from gptneo_trt.claims import speedups, unbeaten
 from gptneo_trt.decisions import kl_limit, measured_rows
 from gptneo_trt.report import PHASES
+from gptneo_trt.speeds import speedups, unbeaten
 from gptneo_trt.token_profiles import KL_EDGES_NATS, POSITION_BIN
 from gptneo_trt.variant import PROJECTIONS
 from gptneo_trt.variants import FLOOR, VARIANTS

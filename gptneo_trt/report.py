@@ -188,6 +188,17 @@ def engine_rows(values: Mapping[str, Values]) -> list[tuple[str, ...]]:
     return rows
 
 
+def alternatives(floor: Values, phase: str) -> dict[str, float]:
+    """Return what was timed instead of fp16's engine -> its time over that, the fastest first."""
+    prefix = f"{phase}/alternative/"
+    times = sorted(
+        (value, name.removeprefix(prefix).removesuffix("_x"))
+        for name, value in floor.items()
+        if name.startswith(prefix) and name.endswith("_x")
+    )
+    return {name: value for value, name in times}
+
+
 def alternative_rows(floor: Values) -> list[tuple[str, ...]]:
     """Return the texts under ALTERNATIVE_HEADINGS: fp16's engine, then the fastest first a phase.
 
@@ -196,17 +207,12 @@ def alternative_rows(floor: Values) -> list[tuple[str, ...]]:
     """
     rows: list[tuple[str, ...]] = []
     for phase in PHASES:
-        prefix = f"{phase}/alternative/"
-        times = sorted(
-            (value, name.removeprefix(prefix).removesuffix("_x"))
-            for name, value in floor.items()
-            if name.startswith(prefix) and name.endswith("_x")
-        )
+        times = alternatives(floor, phase)
         if times:
             own_us = _number(floor.get(f"{phase}/latency_us"), ".1f")
             rows.append((phase, "fp16 engine", "1.00", own_us))
-        for value, name in times:
-            other_us = _number(floor.get(f"{prefix}{name}_us"), ".1f")
+        for name, value in times.items():
+            other_us = _number(floor.get(f"{phase}/alternative/{name}_us"), ".1f")
             rows.append((phase, name, f"{value:.2f}", other_us))
         overhead = floor.get(f"{phase}/step_overhead_x")
         if overhead is not None:

@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from gptneo_trt.claims import FASTER, floor_ratio, speed_groups, speedups, unbeaten
+from gptneo_trt.claims import floor_ratio
 from gptneo_trt.decisions import OUTCOMES, decisions, kl_limit
 from gptneo_trt.errors import MetricError, VariantError
 from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
+from gptneo_trt.speeds import FASTER, speed_groups, speedups, unbeaten
 from gptneo_trt.variant import HEAD, KINDS, Variant
 from gptneo_trt.variants import FLOOR, MEMBER, SETTING, VALUE, VARIANTS, variant_named
 from gptneo_trt.verdicts import WITHIN

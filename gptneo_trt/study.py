@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptneo_trt.claims import decided_and_timed, floor_ratio, speedups
+from gptneo_trt.claims import decided_and_timed, floor_ratio
 from gptneo_trt.decisions import cell_of
 from gptneo_trt.report import PHASES
 from gptneo_trt.results import read_results
+from gptneo_trt.speeds import speedups
 from gptneo_trt.variant import PROJECTIONS
 from gptneo_trt.variants import FLOOR
 

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 import gptneo_trt
-from gptneo_trt.data import Checkpoint
+from gptneo_trt.data import Checkpoint, arrays_sha256
 from gptneo_trt.whole_file import write_tensors, writer_lock
 from tests.gate.last_rows import Run, last_rows, padded
 
@@ -86,21 +86,13 @@ def reference_logits(
         if found is None:
             found = _computed(checkpoint, texts, type_name)
             arrays = {name: getattr(found, name) for name in ARRAYS}
-            write_tensors(path, arrays, {**found.provenance, DIGEST: _logits_sha256(arrays)})
+            write_tensors(path, arrays, {**found.provenance, DIGEST: arrays_sha256(arrays)})
     return found
 
 
 def _sha256(ids: np.ndarray) -> str:
     shaped = f"{ids.shape}".encode() + ids.astype(np.int64).tobytes()
     return hashlib.sha256(shaped).hexdigest()
-
-
-def _logits_sha256(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
 
 
 def _key(checkpoint: Checkpoint, texts: ScoredTexts, type_name: str) -> str:
@@ -125,7 +117,7 @@ def _stored(path: Path) -> ReferenceLogits | None:
             provenance = dict(file.metadata())
     except SafetensorError:
         return None
-    if provenance.pop(DIGEST, None) != _logits_sha256(arrays):
+    if provenance.pop(DIGEST, None) != arrays_sha256(arrays):
         return None
     return ReferenceLogits(**arrays, provenance=provenance)
 

@@ -13,7 +13,8 @@ from gptneo_trt.data import Speedup
 from gptneo_trt.engine import Engine
 from gptneo_trt.engine_verdicts import noise_fault
 from gptneo_trt.gpu_watch import GpuSample, GpuWatch
-from gptneo_trt.timing import TIMED_REGIONS, DeviceClock, PairedTimer, Timed
+from gptneo_trt.timed_regions import TIMED_REGIONS
+from gptneo_trt.timing import DeviceClock, PairedTimer, Timed
 from gptneo_trt.variant import Variant
 from gptneo_trt.variants import FLOOR, VARIANTS
 from tests.gate import tolerances

@@ -137,7 +137,7 @@ def _judge_alternative(
     bound = limits.alternative(checkpoint, metric)
     cell = judge_limit(variant.name, phase, metric, times, bound)
     cell = judge_disturbed(cell, obtained.disturbances)
-    least = limits.SLOWER.get((target.name, checkpoint.name, *shape, metric))
+    least = limits.slower(target, checkpoint.name, shape, metric)
     if least is not None and cell.verdict == "failed" and times >= least:
         reason = f"slower than PyTorch, as known: {cell.reason}, never less than {least:g}"
         gate_run.cells.append(replace(cell, verdict="passed", reason=reason))

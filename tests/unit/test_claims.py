@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptneo_trt import claims
+from gptneo_trt import claims, speeds
 from gptneo_trt.variants import VARIANTS
 from tests.unit.stored_results import measured_only, stored_results, with_cell
 
@@ -75,7 +75,7 @@ def test_review_2_every_timed_row_is_named_once_a_phase_in_its_group(rows):
         assert sorted(row for group in found for row in group) == sorted(rows - {"fp16"})
         for line, group in zip(lines, found, strict=True):
             for row in group:
-                _, lower, upper = claims.speedups(results, phase)[row]
+                _, lower, upper = speeds.speedups(results, phase)[row]
                 assert ("faster" in line, "slower" in line) == (lower > 1, upper < 1)
 
 
@@ -164,7 +164,7 @@ def test_an_undecided_row_is_inconclusive_and_counted_nowhere_else():
     assert all("Of 20 rows" in line for line in claims.summary(results))
 
 
-@pytest.mark.parametrize("metric", claims.SPEED_CELLS)
+@pytest.mark.parametrize("metric", speeds.CELLS)
 def test_an_inconclusive_speed_is_in_no_group(metric):
     """The machine was too noisy: it is named as that, whether or not a ratio is stored."""
     stored = "fp8-k_proj", "prefill", "regression/speedup_x"

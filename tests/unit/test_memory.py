@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptneo_trt.memory import memory_left
-from gptneo_trt.plans import MOST_BUILDS, builds_at_once
+from gptneo_trt.memory import MOST_BUILDS, builds_at_once, memory_left
 
 GIB = 1 << 30
 KERNEL = "MemTotal:       33554432 kB\nMemAvailable:   16777216 kB\nHugePages_Total:       0\n"
