@@ -11,6 +11,8 @@ from gptneo_trt.data import Measurement, Metrics, Speedup, TokenMetrics
 from gptneo_trt.targets import TARGETS
 from gptneo_trt.variants import VARIANTS
 from tests.gate import test_engine, test_speed
+from tests.gate.cells import SlowerThanPyTorchError
+from tests.gate.shape import STORED_SHAPE
 from tests.selftest.judging import judged, wanted_cells
 
 FP8, FP16 = VARIANTS["fp8"], VARIANTS["fp16"]
@@ -189,6 +191,17 @@ def test_what_is_known_to_be_slower_is_so_by_a_bounded_amount(faster, verdict, r
     assert re.search(reason, found.reason)
     other = "failed" if faster > 1 else "passed"
     assert cells["decode", "alternative/static_graph_x"].verdict == other
+
+
+def test_what_is_known_to_be_slower_fails_with_an_error_of_its_own():
+    """The strict expected failure is bound to it; without one, pytest's test would pass."""
+    given = fixtures(alternative=1 / 0.95)
+    run = SimpleNamespace(cells=[], add_value=lambda *_: None)
+    with pytest.raises(SlowerThanPyTorchError, match=r"as known: obtained 0\.95"):
+        TESTS["decode"](
+            FP16, "decode", "alternative/static_compiled_graph_x", given["stopwatch"], run,
+            SimpleNamespace(name="random:gpt-neo-1.3B"), pytest.fail, TARGETS["h200"], STORED_SHAPE,
+        )  # fmt: skip
 
 
 def test_a_disturbed_run_does_not_show_what_is_known():

@@ -197,6 +197,9 @@ CHANGED = {
     "a bit of a logit": lambda arrays, _: arrays["prose"].view(np.uint32).__ixor__(1),
     "two arrays": lambda arrays, _: arrays.update(prose=arrays["prose"][::-1].copy()),
     "another type": lambda arrays, _: arrays.update(prose=arrays["prose"].astype(np.float64)),
+    "the same bytes of another type": lambda arrays, _: arrays.update(
+        prose=arrays["prose"].view(np.int32)
+    ),
     "no hash": lambda _, metadata: metadata.pop(references.DIGEST),
 }
 
